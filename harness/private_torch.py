@@ -37,8 +37,13 @@ NAMES: dict[str, Any] = {
 """Who has each name: a class or its objects, a module's path, or another thing in words."""
 
 
-OVERRIDDEN = ("_apply", "_local_shard_size_and_offset")
-"""Methods that torch calls of modules and placements."""
+OVERRIDDEN = (
+    "_allgather_base",
+    "_apply",
+    "_local_shard_size_and_offset",
+    "_reduce_scatter_base",
+)
+"""Methods that torch calls of process groups, modules and placements."""
 
 
 def fake_store() -> Any:
@@ -218,10 +223,12 @@ def note_step(optimizer: Any) -> None:
 # -- process groups ----------------------------------------------------------------------------------------------------
 
 NAMES["_get_backend"] = dist.ProcessGroup
+register_backend: Any = _of(dist.ProcessGroup, "_register_backend")
+set_default_backend: Any = _of(dist.ProcessGroup, "_set_default_backend")
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
-    """Backend of a group for a device."""
+    """Backend of a group for a device, as the group's own class has it, which may be one of Python."""
     return _at(group, "_get_backend")(device)
 
 

@@ -281,7 +281,7 @@ class Engine:
         return {
             "transient_peak_bytes": self.memory.peak_bytes,
             "gathered_units_peak": self.gather.num_alive_peak,
-            "peer_read_bytes": sum(each.bytes_read for each in self.meshes.shared_memories),
+            "peer_read_bytes": sum(each.transport.bytes_read for each in self.meshes.shared_memories),
         }
 
     def reset_counters(self) -> None:
@@ -289,7 +289,7 @@ class Engine:
         self.memory.reset_peak()
         self.gather.reset_peak()
         for each in self.meshes.shared_memories:
-            each.bytes_read = 0
+            each.transport.bytes_read = 0
 
     def close(self) -> None:
         """Remove hooks and end threads, once reductions in flight have ended.

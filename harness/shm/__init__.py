@@ -11,10 +11,14 @@ Each rank of a group has one segment: a memfd, of mode 0600 and of a size that i
   block is handed out, so that no access ends in SIGBUS, and peers never map again.
 
 Where a system forbids any of it, all ranks of the group agree on gloo, and `shared` says why.
+
+    import harness.shm
+    harness.shm.register()
+    torch.distributed.init_process_group("shm")   # DDP and FSDP2 run over it as over gloo
 """
 
-from harness.shm.group import shared
+from harness.shm.group import ShmGroup, Work, register, shared
 from harness.shm.segment import watch_memory
-from harness.shm.transfer import ShmGroup, Work, sum_in_order
+from harness.shm.transfer import sum_in_order
 
-__all__ = ["ShmGroup", "Work", "shared", "sum_in_order", "watch_memory"]
+__all__ = ["ShmGroup", "Work", "register", "shared", "sum_in_order", "watch_memory"]

@@ -1,28 +1,199 @@
-"""A group of ranks of one host that map each other's memory."""
+"""A `torch.distributed` process group whose gathers and reduce-scatters go through shared memory."""
+
+# mypy: disable-error-code="override, assignment"
+# torch's stubs have overloads that nobody calls, and other names of arguments
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import zlib
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from harness.private_torch import backend_of, timeout_of
+from harness.private_torch import backend_of, register_backend, set_default_backend, timeout_of
 from harness.shm.segment import Segment, head_bytes, open_peer
-from harness.shm.transfer import Peer, ShmGroup
+from harness.shm.transfer import Peer, Transfer, Transport
+
+CPU = torch.device("cpu")
+NAME = "shm"
+LOG = logging.getLogger(__name__)
 
 
-def shared(group: dist.ProcessGroup, capacity: int | None = None) -> tuple[ShmGroup | None, str]:
-    """A group of these ranks; or None and the reason, the same on all ranks, why there is none. *Collective.*
+def register() -> None:
+    """Let torch know the backend "shm", of CPU tensors; a second call does nothing."""
+    if not hasattr(dist.Backend, NAME.upper()):
+        dist.Backend.register_backend(NAME, _make, devices=["cpu"])
 
-    capacity: of each rank's segment, in bytes; None: all memory of the host, of which nothing is used at first.
+
+def _make(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
+    group, why = shared(gloo, rank, size)
+    if group is None:
+        LOG.info("backend shm of %d ranks is gloo: %s", size, why)
+        return gloo
+    group.store = store
+    return group
+
+
+def shared(gloo: Any, rank: int, size: int, capacity: int | None = None) -> tuple[ShmGroup | None, str]:
+    """A group of these ranks; or None and the reason, the same on all ranks, why all is left to gloo. *Collective.*
+
+    Args:
+        gloo: a backend, or a process group, of these ranks.
+        capacity: of each rank's segment, in bytes; None: all memory of the host, of which nothing is used at first.
     """
-    gloo, rank, size = backend_of(group, torch.device("cpu")), group.rank(), group.size()
+    backend: Any = backend_of(gloo, CPU) if isinstance(gloo, dist.ProcessGroup) else gloo
+    transport, why = _connect(backend, rank, size, capacity)
+    return (None if transport is None else ShmGroup(backend, rank, size, transport)), why
+
+
+class Work(dist.Work):
+    """A collective through shared memory. It is made by whoever waits; see `harness.shm.transfer`."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        transfer: Transfer,
+        result: Any,
+    ) -> None:
+        super().__init__()
+        self._transport = transport
+        self._transfer = transfer
+        self._result = result
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait until the results are here and inputs may change; raises as `Transport.wait` does."""
+        self._transport.wait(self._transfer, timeout or None)
+        return True
+
+    def is_completed(self) -> bool:
+        return self._transport.is_done(self._transfer)
+
+    def result(self) -> Any:
+        return self._result
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """A future of the outputs, waited for here: nothing runs beside the caller."""
+        self.wait()
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result(self._result)
+        return future
+
+
+class ShmGroup(dist.ProcessGroup):
+    """Ranks of one host; made by `shared`. What shared memory does not do better, gloo does.
+
+    gloo: their backend.
+    """
+
+    def __init__(self, gloo: Any, rank: int, size: int, transport: Transport) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg] # torch's stubs know the one with a store
+        # for collectives that shared memory does no better
+        self.gloo: Any = dist.ProcessGroup(rank, size)  # type: ignore[call-arg] # as above
+        for each in (self, self.gloo):
+            register_backend(each, CPU, dist.ProcessGroup.BackendType.GLOO, gloo)
+            set_default_backend(each, dist.ProcessGroup.BackendType.GLOO)
+        self.transport = transport
+
+    store: Any = None
+    """Store by which torch made the group; None of one beside another."""
+
+    def get_group_store(self) -> Any:
+        return self.store
+
+    def getBackendName(self) -> str:
+        return NAME
+
+    # -- memory --------------------------------------------------------------------------------------------------------
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Memory that peers read in place, shape [numel], uninitialised; it is free again when no tensor uses it.
+
+        Raises:
+            RuntimeError: there is no more shared memory.
+        """
+        _, block = self.transport.segment.allocate(numel * dtype.itemsize)
+        return block[: numel * dtype.itemsize].view(dtype)
+
+    def register(self) -> None:
+        """Nothing: what was allocated is known to all peers."""
+
+    def settle(self) -> None:
+        """Wait until peers have read all that complete collectives have given them; raises as `Work.wait`."""
+        self.transport.settle()
+
+    def holds(self, tensor: Tensor) -> bool:
+        """True if peers can read a tensor in place."""
+        return self.transport.segment.find(tensor) is not None
+
+    # -- all-gather ----------------------------------------------------------------------------------------------------
+
+    def allgather(
+        self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None, *, until_settled: bool = False
+    ) -> Any:
+        """Several gathers at once; ranks may give tensors of different lengths.
+
+        until_settled: inputs of `allocate` stay as they are until `settle`, not only until this is waited for.
+        """
+        outs = {rank: [row[rank] for row in outputs] for rank in range(self.size())}
+        given = [each.detach().contiguous() for each in inputs]
+        return Work(self.transport, self.transport.gather(given, outs, until_settled=until_settled), outputs)
+
+    def all_gather_single(self, output: Tensor, given: Tensor, opts: Any = None) -> Any:
+        return self.all_gather_single_coalesced([output], [given])
+
+    def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
+        rows = [list(output.view(-1).chunk(self.size())) for output in outputs]
+        return self.allgather(rows, [each.reshape(-1) for each in inputs])
+
+    # -- reduce-scatter ------------------------------------------------------------------------------------------------
+
+    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> Any:
+        """Several sums at once, each in rank order and in its output's dtype, which may be wider than the inputs'."""
+        divisor = {dist.ReduceOp.SUM: 1, dist.ReduceOp.AVG: self.size()}.get(_operation(opts))
+        if divisor is None:
+            return self.gloo.reduce_scatter(outputs, inputs, *([] if opts is None else [opts]))
+        given = {rank: [row[rank].detach().reshape(-1) for row in inputs] for rank in range(self.size())}
+        flat = [output.view(-1) for output in outputs]
+        return Work(self.transport, self.transport.reduce_scatter(given, flat, divisor=divisor), outputs)
+
+    def reduce_scatter_single(self, output: Tensor, given: Tensor, opts: Any = None) -> Any:
+        rows = [list(given.reshape(-1).chunk(self.size()))]
+        return self.reduce_scatter([output.view(-1)], rows, opts)
+
+    def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
+        rows = [list(each.reshape(-1).chunk(self.size())) for each in inputs]
+        return self.reduce_scatter([each.view(-1) for each in outputs], rows, opts)
+
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    # -- the end -------------------------------------------------------------------------------------------------------
+
+    def abort(self) -> None:
+        """Make whatever waits in this group fail at once, here and on peers."""
+        self.transport.abort()
+
+    shutdown = abort  # which torch calls when the group is destroyed
+
+
+def _operation(opts: Any) -> Any:
+    operation = getattr(opts, "reduceOp", dist.ReduceOp.SUM)
+    return getattr(operation, "op", operation)
+
+
+def _connect(gloo: Any, rank: int, size: int, capacity: int | None) -> tuple[Transport | None, str]:
+    """Map the segments of all ranks; or None and the reason, the same on all ranks. *Collective.*"""
     if size == 1:
         return None, "one rank"
     segment, reason = None, ""
@@ -47,7 +218,7 @@ def shared(group: dist.ProcessGroup, capacity: int | None = None) -> tuple[ShmGr
     if why := _agreed(gloo, rank, size, reason):
         return None, why
     assert segment is not None
-    return ShmGroup(rank, segment, peers, lambda: timeout_of(gloo)), ""
+    return Transport(rank, segment, peers, lambda: timeout_of(gloo)), ""
 
 
 def _agreed(gloo: Any, rank: int, size: int, reason: str) -> str:

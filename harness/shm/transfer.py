@@ -78,13 +78,14 @@ class Transfer:
     """One collective of this rank.
 
     sources: by rank, tensors like what it has for this one; under this rank, its own. outs: of a gather, where each
-    rank's parts go; of a reduction, its sums, under this rank.
+    rank's parts go; of a reduction, its sums, under this rank. divisor: of sums.
     """
 
     number: int
     kind: int
     sources: dict[int, list[Tensor]]
     outs: dict[int, list[Tensor]]
+    divisor: int = 1
     missing: set[int] = field(default_factory=set)
     """Peers whose parts were not read."""
     readers: set[int] = field(default_factory=set)
@@ -96,20 +97,8 @@ class Transfer:
         return not (self.missing or self.readers)
 
 
-@dataclass(frozen=True)
-class Work:
-    """A transfer on its way, which is made by whoever waits."""
-
-    group: ShmGroup
-    transfer: Transfer
-
-    def wait(self, limit: timedelta | None = None) -> None:
-        """Wait until the results are here and inputs may change; raises as `ShmGroup.wait` does."""
-        self.group.wait(self.transfer, limit)
-
-
-class ShmGroup:
-    """Ranks of one host, and their collectives; made by `shared`.
+class Transport:
+    """The collectives of one group.
 
     Args:
         rank: this one's.
@@ -118,7 +107,7 @@ class ShmGroup:
         limit: how long a wait may last; asked when one begins.
     """
 
-    _all: ClassVar[WeakSet[ShmGroup]] = WeakSet()
+    _all: ClassVar[WeakSet[Transport]] = WeakSet()
 
     def __init__(self, rank: int, segment: Segment, peers: dict[int, Peer], limit: Callable[[], timedelta]) -> None:
         self.rank, self.size, self.segment, self._peers = rank, len(peers) + 1, segment, peers
@@ -138,39 +127,25 @@ class ShmGroup:
         self._is_aborted = False
         self._all.add(self)
 
-    # -- memory --------------------------------------------------------------------------------------------------------
-
-    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Memory that peers read in place, shape [numel], uninitialised; it is free again when no tensor uses it.
-        RuntimeError: there is no more shared memory."""
-        _, block = self.segment.allocate(numel * dtype.itemsize)
-        return block[: numel * dtype.itemsize].view(dtype)
-
-    def holds(self, tensor: Tensor) -> bool:
-        """True if peers can read a tensor in place."""
-        return self.segment.find(tensor) is not None
-
     # -- issuing -------------------------------------------------------------------------------------------------------
 
-    def all_gather(self, outputs: Sequence[list[Tensor]], own: list[Tensor], *, until_settled: bool = False) -> Work:
-        """Several gathers at once: give `own` to all ranks, and get every rank's into `outputs`, by rank. *Collective.*
+    def gather(self, own: Sequence[Tensor], outs: dict[int, list[Tensor]], *, until_settled: bool = False) -> Transfer:
+        """Give `own` to all ranks, and get every rank's into `outs`. *Collective.*
 
-        own: of any lengths. until_settled: it stays as it is until `settle`, so that nobody waits for its readers.
+        until_settled: `own` stays as it is until `settle`, so that nobody waits for its readers before.
         """
-        outs = {rank: [row[rank] for row in outputs] for rank in range(self.size)}
-        own = [each.detach() for each in own]  # what peers have yet to read keeps its memory, and not the tensor
         for out, given in zip(outs[self.rank], own, strict=True):
             if out.data_ptr() != given.data_ptr():
                 out.data.copy_(given)
         return self._issue(GATHER, dict.fromkeys(self._order, own), outs, outs, until_settled=until_settled)
 
-    def reduce_scatter(self, outs: list[Tensor], inputs: Sequence[list[Tensor]]) -> Work:
-        """Several sums at once, each in rank order and in the dtype of `outs`, which may be wider. *Collective.*
+    def reduce_scatter(self, given: dict[int, list[Tensor]], outs: Sequence[Tensor], *, divisor: int = 1) -> Transfer:
+        """Sum what all ranks give to this one, in rank order and in the dtype of `outs`, flat tensors. *Collective.*
 
-        inputs: what this rank gives, by rank. outs: flat; may be this rank's own of the inputs.
+        given: by rank, what this one gives to it. outs: may be this rank's own part of `given`.
         """
-        given = {rank: [row[rank] for row in inputs] for rank in range(self.size)}
-        return self._issue(REDUCE, given, dict.fromkeys(range(self.size), given[self.rank]), {self.rank: outs})
+        expected = dict.fromkeys(self._order, given[self.rank]) | {self.rank: given[self.rank]}
+        return self._issue(REDUCE, given, expected, {self.rank: list(outs)}, divisor)
 
     def _issue(
         self,
@@ -178,14 +153,15 @@ class ShmGroup:
         given: Mapping[int, Sequence[Tensor]],
         sources: dict[int, list[Tensor]],
         outs: dict[int, list[Tensor]],
+        divisor: int = 1,
         *,
         until_settled: bool = False,
-    ) -> Work:
+    ) -> Transfer:
         with self._guard:
             if self._is_aborted:
                 raise RuntimeError("Connection closed: this process has given up the group")
             number, self._number = self._number, self._number + 1
-            transfer = Transfer(number, kind, sources, outs, set(self._order))
+            transfer = Transfer(number, kind, sources, outs, divisor, set(self._order))
             self._open[number] = transfer
             in_place, keeps, messages = self._placed(given)
             unread = set(self._order)
@@ -196,7 +172,7 @@ class ShmGroup:
             length = sum([tensor.nbytes for tensor in given[peer]])
             self._send(peer, [number, kind, length, *messages[peer]])
         self._advance_ready(REDUCE)
-        return Work(self, transfer)
+        return transfer
 
     def _placed(self, given: Mapping[int, Sequence[Tensor]]) -> tuple[bool, object, dict[int, list[int]]]:
         """True if parts are read where they are; what must be kept; and by peer, where its parts lie."""
@@ -270,6 +246,8 @@ class ShmGroup:
         for index, out in enumerate(transfer.outs[self.rank]):
             terms = [own[index] if rank == self.rank else parts[rank][index] for rank in range(self.size)]
             sum_in_order(terms, out.data, out.dtype, block=BLOCK)
+            if transfer.divisor != 1:
+                out.data.div_(transfer.divisor)
 
     def _parts(self, transfer: Transfer, peer: int) -> list[Tensor]:
         """A peer's parts, where they lie. Raises RuntimeError: the peer offers something else."""

@@ -24,7 +24,7 @@ from harness.control import Control
 from harness.engines.protocol import Ranks
 from harness.fsdp import Observer, ShardedModel, fully_shard, fully_shard_optimizer
 from harness.probe.collectives import CollectiveMeter
-from harness.shm.transfer import ShmGroup, Transfer
+from harness.shm.transfer import Transfer, Transport
 from tests.fsdp.test_api import Block, sgd
 from tests.support.forking import fork_ranks
 
@@ -233,13 +233,13 @@ def one_step(rank: int, folder: str) -> None:
     _, wrapped, optimizer = build(None, "optim")
     wrapped(torch.ones(2, 6)).sum().backward()
     if rank == 0:
-        advance = ShmGroup._advance
+        advance = Transport._advance
 
-        def late(self: ShmGroup, transfer: Transfer) -> None:
+        def late(self: Transport, transfer: Transfer) -> None:
             time.sleep(0.2)
             advance(self, transfer)
 
-        ShmGroup._advance = late  # type: ignore[method-assign] # in this process
+        Transport._advance = late  # type: ignore[method-assign] # in this process
     optimizer.step()
     Path(folder, f"{rank} has ended").touch()
 

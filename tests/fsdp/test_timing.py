@@ -21,7 +21,7 @@ from harness.fsdp.comm.reduction import Exchange, Reduction
 from harness.fsdp.runtime.readiness import Readiness
 from harness.fsdp.storage.memory import BucketMemory
 from harness.fsdp.vocabulary import Transport
-from harness.shm.transfer import ShmGroup as Shared, Transfer
+from harness.shm.transfer import Transfer, Transport as Shared
 from tests.fsdp.pairs import STRATEGIES, Pair, arguments_of
 from tests.fsdp.trial import TRANSPORTS
 from tests.support.covering import Cover, once

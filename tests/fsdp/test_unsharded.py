@@ -21,7 +21,7 @@ from harness.fsdp.storage import edits
 from harness.fsdp.storage.at_rest import ShardedParameters
 from harness.fsdp.storage.param_group import ParamGroup
 from harness.fsdp.storage.parameter_access import ParameterViews
-from harness.shm.transfer import ShmGroup
+from harness.shm.transfer import Transport
 from tests.fsdp.checked import RANKS, ZERO3, Mutant, each_holds, each_is_found, patched, said
 from tests.fsdp.pairs import PAIRS, STRATEGIES, arguments_of
 from tests.support.spawn import run_ranks
@@ -108,13 +108,13 @@ def in_turn(rank: int, strategy: str) -> list[str]:
 
 def slow_to_take(seconds: float) -> Any:
     """Ranks that take others' weights take their time."""
-    taking = ShmGroup._advance
+    taking = Transport._advance
 
     def advance(*args: Any) -> None:
         time.sleep(seconds)
         taking(*args)
 
-    return mock.patch.object(ShmGroup, "_advance", advance)
+    return mock.patch.object(Transport, "_advance", advance)
 
 
 def edited(rank: int, strategy: str, narrow: bool) -> list[str]:

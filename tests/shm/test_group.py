@@ -1,4 +1,4 @@
-"""Shared memory alone against gloo on random collectives, and ranks that end."""
+"""The backend alone against gloo on random collectives, ranks that end, and what torch's own wrappers do over it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import harness.shm
-from harness.shm import ShmGroup, group, segment, shared
+from harness.shm import ShmGroup, group, segment, shared, transfer
 from tests.support.forking import fork_ranks
 from tests.support.mutants import each, kills
 from tests.support.spawn import RankFailed, run_ranks
@@ -32,17 +35,9 @@ Issue = Callable[[], tuple[harness.shm.Work, list[Tensor]]]
 def made() -> ShmGroup:
     world = dist.group.WORLD
     assert world is not None
-    group_, why = shared(world)
+    group_, why = shared(world, world.rank(), world.size())
     assert group_ is not None, why
     return group_
-
-
-def gather(shm: ShmGroup, out: Tensor, own: Tensor) -> harness.shm.Work:
-    return shm.all_gather([list(out.chunk(shm.size))], [own])
-
-
-def reduce(shm: ShmGroup, total: Tensor, given: Tensor) -> harness.shm.Work:
-    return shm.reduce_scatter([total], [list(given.chunk(shm.size))])
 
 
 def random_collectives(rank: int, seed: int, count: int) -> list[str]:
@@ -63,14 +58,14 @@ def random_collectives(rank: int, seed: int, count: int) -> list[str]:
 
 def of_random(shm: ShmGroup, alike: random.Random, own: random.Random) -> tuple[Issue, list[Tensor]]:
     """A collective to be issued, with its outputs; and what these are by gloo."""
-    rank, size = shm.rank, shm.size
+    rank, size = shm.rank(), shm.size()
     dtype, is_gather = alike.choice(DTYPES), alike.random() < 0.5
     lengths = [[alike.choice(LENGTHS) for _ in range(size)] for _ in range(alike.randrange(1, 4))]
     if is_gather:
         inputs = [values(shm, own, row[rank], dtype) for row in lengths]
         outputs = [[torch.empty(length, dtype=dtype) for length in row] for row in lengths]
         right = [each for row in zip(*of_all(inputs), strict=True) for each in row]
-        return lambda: (shm.all_gather(outputs, inputs), [each for row in outputs for each in row]), right
+        return lambda: (shm.allgather(outputs, inputs), [each for row in outputs for each in row]), right
     wider = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
     rows = [[values(shm, own, length, dtype) for length in row] for row in lengths]
     sums = [torch.empty(row[rank], dtype=wider) for row in lengths]
@@ -104,7 +99,7 @@ def test_random_collectives_are_those_of_gloo(size: int, count: int) -> None:
 def in_rank_order(rank: int) -> Tensor:
     """Sums whose bits depend on order and on the dtype they are made in."""
     shm, total = made(), torch.empty(1000, dtype=torch.float32)
-    mine = [torch.randn(1000, generator=torch.Generator().manual_seed(rank)).bfloat16() for _ in range(shm.size)]
+    mine = [torch.randn(1000, generator=torch.Generator().manual_seed(rank)).bfloat16() for _ in range(shm.size())]
     shm.reduce_scatter([total], [mine]).wait()
     return total
 
@@ -121,12 +116,13 @@ def test_sums_are_made_in_rank_order_and_in_the_dtype_of_the_output() -> None:
 def in_place(rank: int) -> tuple[bool, int, int]:
     """True if peers read in place; bytes that the heap grows by with that, and without."""
     shm = made()
-    segment = shm.segment
+    shm.register()
+    segment = shm.transport.segment
     given, total = shm.allocate(1 << 20, torch.float32).fill_(rank), torch.empty(1 << 19)
     before = segment._reserved
-    reduce(shm, total, given).wait()
+    shm.reduce_scatter_single(total, given).wait()
     after = segment._reserved
-    reduce(shm, total, given.clone()).wait()
+    shm.reduce_scatter_single(total, given.clone()).wait()
     return shm.holds(given), after - before, segment._reserved - after
 
 
@@ -139,7 +135,7 @@ def inputs_may_change(rank: int) -> list[float]:
     shm, found = made(), list[float]()
     for number in range(20):
         own, out = torch.full((5000,), float(number)), torch.empty(10_000)
-        work = gather(shm, out, own)
+        work = shm.all_gather_single(out, own)
         own.fill_(-1.0)
         if rank:
             time.sleep(0.002)
@@ -148,7 +144,7 @@ def inputs_may_change(rank: int) -> list[float]:
     given, total = shm.allocate(1 << 16, torch.float32), torch.empty(1 << 15)
     for number in range(20):
         given.fill_(float(number))
-        reduce(shm, total, given).wait()
+        shm.reduce_scatter_single(total, given).wait()
         found.append(total.sum().item() / (1 << 16) - number)
     return found
 
@@ -161,7 +157,7 @@ def left_in_place(rank: int) -> list[float]:
     """Rank 0 has what it gathers before rank 1 has read, and changes its input when it has settled."""
     shm, store = made(), dist.distributed_c10d._get_default_store()
     own, out = shm.allocate(1 << 16, torch.float32).fill_(rank + 1.0), torch.empty(2, 1 << 16)
-    work = shm.all_gather([list(out)], [own], until_settled=True)
+    work = shm.allgather([list(out)], [own], until_settled=True)
     if rank == 0:
         work.wait(timedelta(seconds=10))
         store.set("rank 0 has waited", "")
@@ -178,21 +174,23 @@ def test_an_input_left_in_place_is_waited_for_where_it_may_change() -> None:
     assert run_ranks(left_in_place, 2) == [[1.0, 2.0]] * 2
 
 
-def without_room(rank: int, how: str) -> str:
+def without_room(rank: int, how: str) -> tuple[str, list[float]]:
     if rank == 1 and how == "a limit":
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
     if rank == 1 and how == "no memfd":
         del os.memfd_create
     if how == "hosts":
         group._host = lambda: rank
-    assert dist.group.WORLD is not None
-    found, why = shared(dist.group.WORLD, 1 << 16 if how == "too small" else None)
+    found, why = shared(dist.group.WORLD, rank, dist.get_world_size(), 1 << 16 if how == "too small" else None)
     assert found is None
-    return why
+    harness.shm.register()
+    out = torch.empty(dist.get_world_size())
+    dist.all_gather_into_tensor(out, torch.full((1,), float(rank)), group=dist.new_group(backend="shm"))
+    return why, out.tolist()
 
 
 def test_one_rank_has_nothing_to_share() -> None:
-    assert run_ranks(without_room, 1, "alone") == ["one rank"]
+    assert run_ranks(without_room, 1, "alone") == [("one rank", [0.0])]
 
 
 @pytest.mark.parametrize(
@@ -204,9 +202,10 @@ def test_one_rank_has_nothing_to_share() -> None:
         ("hosts", "rank 0: the ranks are on several hosts, or in several PID namespaces"),
     ],
 )
-def test_without_room_all_ranks_say_why(how: str, says: str) -> None:
-    for why in run_ranks(without_room, 2, how):
+def test_without_room_all_ranks_use_gloo_and_say_why(how: str, says: str) -> None:
+    for why, out in run_ranks(without_room, 2, how):
         assert why.startswith(says), why
+        assert out == [0.0, 1.0]
 
 
 # -- ranks that end ----------------------------------------------------------------------------------------------------
@@ -217,15 +216,15 @@ def is_killed(rank: int, folder: str) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 3), rank=rank, world_size=3)
     shm, first, out = made(), torch.ones(4), torch.empty(12)
     shm.allocate(1 << 20, torch.float32).fill_(1.0)
-    gather(shm, out, first).wait()
-    left = gather(shm, out, first)  # a rank that has issued it has given its part
+    shm.all_gather_single(out, first).wait()
+    left = shm.all_gather_single(out, first)  # a rank that has issued it has given its part
     dist.barrier()
     if rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)
     left.wait()
     began = time.monotonic()
     try:
-        reduce(shm, torch.empty(4), torch.ones(12)).wait()
+        shm.reduce_scatter_single(torch.empty(4), torch.ones(12)).wait()
     except RuntimeError as error:
         Path(folder, f"{rank}.txt").write_text(f"{time.monotonic() - began}\n{error}")
     time.sleep(1.0)  # the other one is to find rank 2, and not this one
@@ -244,18 +243,18 @@ def test_a_rank_that_is_killed_is_named_within_a_second_and_leaves_nothing(tmp_p
 
 def waits_too_long(rank: int) -> list[str]:
     """What is raised where a wait has a limit of its own, where the group has one; and where rank 1 gives up."""
-    (shm, why), found = shared(dist.new_group(timeout=timedelta(seconds=0.3))), list[str]()
+    (shm, why), found = shared(dist.new_group(timeout=timedelta(seconds=0.3)), rank, 2), list[str]()
     assert shm is not None, why
     for limit in (timedelta(seconds=0.1), None):
         if rank == 0:
             with pytest.raises(RuntimeError) as caught:
-                gather(shm, torch.empty(2), torch.ones(1)).wait(limit)
+                shm.all_gather_single(torch.empty(2), torch.ones(1)).wait(limit)
             found.append(str(caught.value))
     dist.barrier()
     if rank == 1:
         shm.abort()
     with pytest.raises(RuntimeError) as caught:
-        gather(shm, torch.empty(2), torch.ones(1)).wait(timedelta(days=1))
+        shm.all_gather_single(torch.empty(2), torch.ones(1)).wait(timedelta(days=1))
     return [*found, str(caught.value)]
 
 
@@ -270,7 +269,7 @@ def test_no_wait_is_for_ever() -> None:
 def issues_others(rank: int) -> str:
     shm = made()
     with pytest.raises(RuntimeError) as caught:
-        gather(shm, torch.empty(4 + 4 * rank), torch.ones(2 + 2 * rank)).wait(timedelta(seconds=5))
+        shm.all_gather_single(torch.empty(4 + 4 * rank), torch.ones(2 + 2 * rank)).wait(timedelta(seconds=5))
     dist.barrier()
     return str(caught.value)
 
@@ -288,7 +287,7 @@ def far_ahead(rank: int) -> float:
     shm, outs, works = made(), list[Tensor](), list[harness.shm.Work]()
     for number in range(200):
         outs.append(torch.empty(2))
-        works.append(gather(shm, outs[-1], torch.full((1,), float(number))))
+        works.append(shm.all_gather_single(outs[-1], torch.full((1,), float(number))))
         if rank:
             time.sleep(0.001)
             works.pop().wait()
@@ -303,7 +302,7 @@ def test_a_rank_that_is_far_behind_is_waited_for() -> None:
 
 def read_from_another_wait(rank: int, alone: bool) -> float:
     """Seconds for which rank 0 waits for its sums; rank 1, which has them to read, waits in another group meanwhile."""
-    with mock.patch.object(ShmGroup, "_all", mock.MagicMock()) if alone else nullcontext():
+    with mock.patch.object(transfer.Transport, "_all", mock.MagicMock()) if alone else nullcontext():
         one, other = made(), made()
         row = [other.allocate(2, torch.float32).fill_(rank) for _ in range(2)]
         time.sleep(0.3 * (rank == 0))  # it has nothing to read yet where the other one issues its own
@@ -311,7 +310,7 @@ def read_from_another_wait(rank: int, alone: bool) -> float:
         began = time.monotonic()
         if rank == 0:
             sums.wait(timedelta(seconds=2))
-        one.all_gather([[torch.empty(1), torch.empty(1)]], [torch.ones(1)]).wait(timedelta(seconds=5))
+        one.allgather([[torch.empty(1), torch.empty(1)]], [torch.ones(1)]).wait(timedelta(seconds=5))
         return time.monotonic() - began
 
 
@@ -331,7 +330,7 @@ def beside_a_late_rank(rank: int, completes: bool) -> bool:
     given = [shm.allocate(1 << 10, torch.float32).fill_(1.0) for _ in range(2)]
     totals = [torch.empty(1 << 9) for _ in range(2)]
     if rank == 0:
-        works = [reduce(shm, total, each_) for total, each_ in zip(totals, given, strict=True)]
+        works = [shm.reduce_scatter_single(total, each_) for total, each_ in zip(totals, given, strict=True)]
         dist.barrier()
         try:
             works[0].wait(timedelta(seconds=10 if completes else 0.3))
@@ -341,10 +340,10 @@ def beside_a_late_rank(rank: int, completes: bool) -> bool:
             store.set("rank 0 has waited", "")
         return True
     if not completes:
-        ShmGroup._advance_ready = lambda self, kind=None: None  # type: ignore[method-assign] # here alone
-    works = [reduce(shm, totals[0], given[0])]
+        transfer.Transport._advance_ready = lambda self, kind=None: None  # type: ignore[method-assign] # here alone
+    works = [shm.reduce_scatter_single(totals[0], given[0])]
     dist.barrier()
-    works.append(reduce(shm, totals[1], given[1]))
+    works.append(shm.reduce_scatter_single(totals[1], given[1]))
     store.wait(["rank 0 has waited"])
     return True
 
@@ -359,3 +358,37 @@ LATE = [("never early", "A rank that issues a sum does not complete those before
 @pytest.mark.parametrize("mutant", each("Shared memory, by ranks that come late", LATE))
 def test_a_mutant_holds_others_up(mutant: str) -> None:
     assert run_ranks(beside_a_late_rank, 2, False) == [False, True]
+
+
+# -- torch's own wrappers ----------------------------------------------------------------------------------------------
+
+
+def trained(rank: int, backend: str, wrap: str) -> list[Tensor]:
+    """Weights after one step."""
+    harness.shm.register()
+    ranks = dist.new_group(backend=backend)
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 3))
+    model: nn.Module = module
+    if wrap == "ddp":
+        model = DistributedDataParallel(module, process_group=ranks)
+    else:
+        fully_shard(module, mesh=DeviceMesh.from_group(ranks, "cpu"))
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+    issue = transfer.Transport._issue
+    with mock.patch.object(transfer.Transport, "_issue", autospec=True, side_effect=issue) as seen:
+        model(torch.randn(4, 6, generator=torch.Generator().manual_seed(rank))).square().mean().backward()
+    assert bool(seen.call_count) == (backend == "shm" and wrap == "fsdp2")
+    optimizer.step()
+    return [p.full_tensor() if hasattr(p, "full_tensor") else p.detach() for p in module.parameters()]
+
+
+def both(rank: int, wrap: str) -> tuple[list[Tensor], list[Tensor]]:
+    return trained(rank, "shm", wrap), trained(rank, "gloo", wrap)
+
+
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp2"])
+def test_torchs_wrappers_train_over_it_as_over_gloo(wrap: str) -> None:
+    for ours, theirs in run_ranks(both, 2, wrap):
+        for one, other in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)

@@ -147,6 +147,8 @@ KNOWN = frozenset({torch.bfloat16, torch.float16, torch.float32, torch.float64, 
 class Communicator:
     """One process group: its ranks and what moves its buckets.
 
+    data: the group that moves buckets: `group` itself, or one over shared memory beside it.
+
     Args:
         group: process group; None is the default one.
         runtime: streams of the device the buckets live on.
@@ -165,7 +167,8 @@ class Communicator:
         self.why_gloo = "one rank" if self.size == 1 else f"transport={transport.name}"
         if self.is_gloo and runtime.device.type == "cpu" and transport is Transport.auto and self.size > 1:
             with events.begin(Label("all_gather", "shared memory")):
-                self.shm, self.why_gloo = shared(self.group)
+                self.shm, self.why_gloo = shared(self.group, self.rank, self.size)
+        self.data: dist.ProcessGroup = self.shm or self.group
 
     def facts(self) -> dict[str, str]:
         """How buckets move: the backend, and why it is gloo where that is."""
@@ -216,7 +219,7 @@ class Communicator:
             rows = [part.by_rank() for part in parts]
             own = own or [row[self.rank] for row in rows]
             events.offer(sum([each.nbytes for each in own]) * (self.size - 1))
-            return Pending([self.shm.all_gather(rows, list(own), until_settled=until_settled)], parts)
+            return Pending([self.shm.allgather(rows, list(own), until_settled=until_settled)], parts)
         evened = [Evened(part) for part in parts]
         for each in evened:
             each.copy_in(self.rank)

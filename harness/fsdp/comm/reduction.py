@@ -26,7 +26,7 @@ from harness.fsdp.comm.events import Label
 from harness.fsdp.comm.fixed_point import FixedPoint
 from harness.fsdp.policy import Dtypes
 from harness.fsdp.vocabulary import Numerics
-from harness.shm import ShmGroup, sum_in_order
+from harness.shm import sum_in_order
 from harness.shm.transfer import BLOCK
 
 
@@ -211,8 +211,8 @@ class Reduction:
 
     def _reduce_scatter(self, exchange: Exchange) -> None:
         comm, parts = self.comm, exchange.parts
-        if comm.shm is not None:
-            self._reduce_scatter_in_order(exchange, comm.shm)
+        if comm.sums_in_order:
+            self._reduce_scatter_in_order(exchange)
             return
         exchange.own = [part.chunk(comm.rank) for part in parts]
         if self._is_one_call(exchange.label):
@@ -225,14 +225,14 @@ class Reduction:
         exchange.pending.incoming = [comm.group.reduce_scatter_tensor_coalesced(outputs, inputs)]
         exchange.evened = evened
 
-    def _reduce_scatter_in_order(self, exchange: Exchange, shm: ShmGroup) -> None:
-        accum = self.dtypes.accum
+    def _reduce_scatter_in_order(self, exchange: Exchange) -> None:
+        comm, accum = self.comm, self.dtypes.accum
         rows = [part.by_rank() for part in exchange.parts]
         for row in rows:
-            own = row[self.comm.rank]
+            own = row[comm.rank]
             exchange.own.append(own if own.dtype == accum else torch.empty_like(own, dtype=accum))
             events.offer(sum([each.nbytes for each in row]) - own.nbytes)
-        exchange.pending.incoming = [shm.reduce_scatter(exchange.own, rows)]
+        exchange.pending.incoming = [comm.data.reduce_scatter(exchange.own, rows)]
 
     def _take_sums(self, exchange: Exchange, into: list[Tensor], *, add: bool) -> None:
         exchange.pending.wait()
