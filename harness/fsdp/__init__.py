@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from harness.fsdp.policy import Dtypes as Dtypes, MixedPrecisionPolicy as MixedPrecisionPolicy
     from harness.fsdp.ragged.tensor import RaggedTensor as RaggedTensor
     from harness.fsdp.runtime.step import StepError as StepError
+    from harness.fsdp.state import StateMismatch as StateMismatch
     from harness.fsdp.storage.placement import Placements as Placements
     from harness.fsdp.tensor_parallel import TpShard as TpShard, UnknownPlan as UnknownPlan
     from harness.fsdp.update.norms import sum_of_squares as sum_of_squares
@@ -65,6 +66,7 @@ _EXPORTS = {
     "options": "OPTIONS Options",
     "policy": "Dtypes MixedPrecisionPolicy",
     "runtime.step": "StepError",
+    "state": "StateMismatch",
     "ragged.tensor": "RaggedTensor",
     "storage.placement": "Placements",
     "tensor_parallel": "TpShard UnknownPlan",
@@ -84,7 +86,6 @@ _FORMER = {
     "Portion": "harness.fsdp.TpShard",
     "ReleasedWeightError": "raised no more: parameters between passes are DTensors",
     "RowShard": "harness.fsdp.RaggedTensor",
-    "StateMismatch": "the RuntimeError of torch's load_state_dict()",
     "ShardedState": "the dictionary that model.sharded_state() returns",
     "ThreadBlocks": "torch.distributed.ProcessGroupNCCL.Options().config",
     "ShardedOptimizer": "the optimizer that fully_shard(module, optimizer) returns",

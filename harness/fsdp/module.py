@@ -273,7 +273,8 @@ class FSDPModule(nn.Module):
         in the next forward. As in torch, gradients are kept, and missing and unexpected names returned. *Collective.*
 
         Raises:
-            RuntimeError: with `strict` a name is missing or unexpected; or a shape differs.
+            StateMismatch: a ValueError and a RuntimeError: with `strict` a name is missing or unexpected; or a shape
+                differs. Nothing was loaded.
             ValueError: `assign` is set, which would replace the storage.
         """
         if assign:

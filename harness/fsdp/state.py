@@ -19,11 +19,44 @@ from harness.fsdp.storage.at_rest import sharded_of
 from harness.fsdp.storage.dtensors import as_target, refuse_split_experts
 from harness.fsdp.storage.param_group import ParamGroup
 from harness.fsdp.storage.parameter_access import HOME, check_names
+from harness.private_torch import loads_in_own_way
 
 WEIGHTS, OPTIMIZER = "weights/", "optimizer/"
 NEVER = -1
 """Version of main weights that are to be installed, whatever they hold."""
 Opt = torch.optim.Optimizer
+
+
+class StateMismatch(ValueError, RuntimeError):
+    """Names or shapes differ; nothing was loaded. torch raises a RuntimeError."""
+
+
+def check_fit(pairs: Sequence[tuple[str, Tensor, Tensor]], missing: Sequence[str], unexpected: Sequence[str]) -> None:
+    """pairs: name, own tensor, given one. Raises StateMismatch."""
+    problems = [
+        f"{n} is {list(given.shape)}, the model's {list(o.shape)}" for n, o, given in pairs if given.shape != o.shape
+    ]
+    problems += [f"missing {name}" for name in missing] + [f"unexpected {name}" for name in unexpected]
+    if problems:
+        more = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""
+        text = "; ".join(problems[:8])
+        raise StateMismatch(
+            f"state does not fit the model, nothing was loaded: {_renaming(missing, unexpected)}{text}{more}"
+        )
+
+
+def _renaming(missing: Sequence[str], unexpected: Sequence[str]) -> str:
+    """The prefix that one side's names have and the other's lack, as wrappers make it."""
+    for lacks, has, fix in (
+        (missing, unexpected, "{{name.removeprefix({0!r}): value for name, value in state.items()}}"),
+        (unexpected, missing, "{{{0!r} + name: value for name, value in state.items()}}"),
+    ):
+        for name in has if lacks else ():
+            prefix = name.removesuffix(lacks[0])
+            if prefix != name and {prefix + each for each in lacks} == {*has}:
+                where = "the state's" if has is unexpected else "the model's"
+                return f"{where} names begin with {prefix!r}: load {fix.format(prefix)} instead; "
+    return ""
 
 
 def optimizer_entries(buckets: Sequence[ParamGroup], optimizers: Sequence[Opt]) -> dict[str, Tensor]:
@@ -116,7 +149,9 @@ class StateAccess:
         return found
 
     def load_state_dict(self, given: Mapping[str, Any], *, strict: bool) -> Any:
-        """Load by the module's own `load_state_dict`; gradients wait for their step. *Collective.*"""
+        """Load by the module's own `load_state_dict`; gradients wait for their step. *Collective.* StateMismatch: with
+        `strict` a name is missing or unexpected; or a shape differs. Nothing was loaded. RuntimeError: the same, found
+        by a module that loads in a way of its own."""
         self.weights.refuse_held()
         self.settle()
         unsharded = [bucket for bucket in self.buckets if bucket.views.sharded().shows_unsharded]
@@ -130,6 +165,11 @@ class StateAccess:
 
     def _load(self, given: Mapping[str, Any], *, strict: bool) -> Any:
         own = self._own.state_dict(self.weights.module, keep_vars=True)
+        parts = [
+            (self._own if part is self.weights.module else type(part), part) for part in self.weights.module.modules()
+        ]
+        if not any(_loads_otherwise(kind, part) for kind, part in parts):
+            _check(own, given, strict=strict)
         by_entry = {id(own[name]): value for name, value in given.items() if name in own}
         tied = {name: by_entry[id(entry)] for name, entry in own.items() if name not in given and id(entry) in by_entry}
         found: Any = self._own.load_state_dict(
@@ -159,3 +199,19 @@ class StateAccess:
             for bucket in self.buckets:
                 bucket.installed_version = NEVER
         return {FP8 + name: buffer for name, buffer in Fp8Linear.delayed_state(self.weights.module).items()}
+
+
+def _loads_otherwise(kind: type[nn.Module], part: nn.Module) -> bool:
+    """The program's own code decides which names and shapes are right. kind: the part's own class."""
+    return kind.load_state_dict is not nn.Module.load_state_dict or loads_in_own_way(kind, part)
+
+
+COUNT = "num_batches_tracked"  # torch's batch norms did not save it once, and do without
+
+
+def _check(own: Mapping[str, Any], given: Mapping[str, Any], *, strict: bool) -> None:
+    present = {id(own[name]) for name in given if name in own}
+    missing = [name for name, entry in own.items() if id(entry) not in present and not name.endswith(COUNT)]
+    unexpected = [name for name in given if name not in own]
+    pairs = [(n, own[n], value) for n, value in given.items() if isinstance(own.get(n), Tensor)]
+    check_fit(pairs, missing if strict else [], unexpected if strict else [])

@@ -39,6 +39,10 @@ def stores_of(group: dist.ProcessGroup, clones: int) -> list[Any]:
     """Stores with the same keys, which no one else uses, each with a connection of its own."""
     prefix = f"watchdog/{next(_users[group.group_name])}"
     store: Any = group.get_group_store()
+    if store is None:
+        raise RuntimeError(
+            f"{type(group).__name__} tells no store: get_group_store() must return the one it was made by"
+        )
     return [dist.distributed_c10d.PrefixStore(prefix, store.clone()) for _ in range(clones)]
 
 
