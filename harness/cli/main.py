@@ -13,13 +13,14 @@ from harness.config.errors import refuse
 from harness.config.hints import nearest
 from harness.store import commands
 
-_TENSORS = "docs/checkpoints.md has the lines that read and write a checkpoint's tensors"
+_PAGE = commands.page("checkpoints.md")
+_TENSORS = f"{_PAGE} has the lines that read and write a checkpoint's tensors"
 MOVED = {
-    "bisect": "git bisect run, with compare --code; see docs/bisect.md",
+    "bisect": f"git bisect run, with compare --code; see {commands.page('bisect.md')}",
     "export": _TENSORS,
     "import": _TENSORS,
     "power": "in a checkout: python benchmarks/power/class_runs.py",
-    "rehearse": "run.py --from RUN study.name=again launch.preempt_at=N, twice, and compare; see docs/checkpoints.md",
+    "rehearse": f"run.py --from RUN study.name=again launch.preempt_at=N, twice, and compare; see {_PAGE}",
 }
 
 
