@@ -231,7 +231,8 @@ class Run:
         if reason:
             self._end_incomplete(reason)
         try:
-            merge.if_last(self.path, self.world_size)
+            if self._part is not None:
+                merge.if_last(self.path, self.world_size)
         except Exception as error:
             LOG.warning("%s is incomplete: %s: %s", self.path, type(error).__name__, error)
         if self._lock is not None:

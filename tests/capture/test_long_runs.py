@@ -86,6 +86,13 @@ def limited(rank: int, path: Path) -> None:
         loops.train(rank, "single", path, steps=40)
 
 
+def test_a_share_that_is_none_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "harness.capture"):
+        made(tmp_path / "study" / "run", share=2.0)
+    (said,) = caplog.messages
+    assert "share=2.0 must be from 0 to 1" in said
+
+
 # -- attempts ----------------------------------------------------------------------------------------------------------
 
 
