@@ -8,9 +8,8 @@ a control of 5 seeds, 200 steps each. `verdict, 2,000 cells` is of short runs wh
 runs as they are by default. `plan` is of 70B weights on 16,384 ranks.
 
 The records are those of three short real runs of the tiny model (a control by DDP, a clean arm, one with a fault) with
-gradients, witnesses and updates of three steps. Their last lines are repeated to the length that is wanted, and a
-study's runs are copies under other seeds and prefetch depths, captures as hard links. Processor time is user's and
-system's, of all threads and processes; memory is the largest process's.
+gradients, witnesses and updates of three steps. Last lines are repeated to the wanted length; a study's runs are copies
+under other seeds and prefetch depths. Processor time is of all processes; memory is the largest process's.
 """
 
 from __future__ import annotations

@@ -37,11 +37,8 @@ CELLS = ("fsdp2", "ddp")
 
 
 def model_of(name: str) -> nn.Module:
-    config = small_config()
-    model = config.model
-    model.dim, model.num_layers, model.ffn_dim, model.vocab_size = 512, 4, 1344, 256
-    model.num_heads = model.num_kv_heads = 8
-    model.max_seq_len = 2048
+    sizes = {"dim": 512, "num_layers": 4, "ffn_dim": 1344, "vocab_size": 256, "max_seq_len": 2048}
+    config = small_config(**{f"model__{key}": n for key, n in (sizes | {"num_heads": 8, "num_kv_heads": 8}).items()})
     workload = workload_for(config)
     net = workload.build("cpu", torch.float32)
     with torch.no_grad():

@@ -1,13 +1,12 @@
 """Make the runs of `benchmarks.power.classes`, see how strong its faults are, judge them once, and say what was found.
 
-    python benchmarks/power/class_runs.py strength --out FILE.csv
+    python benchmarks/power/class_runs.py strength                writes data/power_strength.csv
     python benchmarks/power/class_runs.py train    --root DIR [--kind clean]
     python benchmarks/power/class_runs.py judge    --root DIR --out FILE.csv
     python benchmarks/power/class_runs.py table    --out FILE.csv
 
-Runs are made one after another on ranks that are forked once for many of them (tests/study/short.py), so that a run
-costs its steps and no start. What is there is not made again: a campaign that was broken off is taken up by the same
-command.
+Ranks are forked once for many runs (tests/study/short.py), so that a run costs its steps and no start. What is there is
+not made again: the same command takes up a campaign that was broken off.
 """
 
 from __future__ import annotations
@@ -45,6 +44,7 @@ from tests.support.factory import train as train_once
 from tests.support.spawn import RankFailed, run_ranks
 
 DATA = Path(__file__).resolve().parents[1] / "data" / "power_classes.csv"
+STRENGTH = DATA.with_name("power_strength.csv")
 
 BEGINS = 3
 """The step at which faults begin where their strength is seen."""
@@ -55,19 +55,17 @@ def main() -> int:
     parser.add_argument("verb", choices=("strength", "train", "judge", "table"))
     parser.add_argument("--root", type=Path, default=Path("runs"), help="where the runs are (default: runs)")
     parser.add_argument("--kind", default="", help="classes, or clean, separated by commas (default: all)")
-    parser.add_argument("--out", type=Path, default=DATA, help="table (default: %(default)s)")
+    parser.add_argument("--out", type=Path, help=f"table (default: {DATA.name}, of strength {STRENGTH.name})")
     arguments = parser.parse_args()
+    arguments.out = arguments.out or (STRENGTH if arguments.verb == "strength" else DATA)
     if arguments.verb == "table":
         print("\n\n".join(tables(pd.read_csv(arguments.out, keep_default_na=False))))
         return 0
     if arguments.verb == "strength":
         pd.DataFrame(strengths(arguments.root)).to_csv(arguments.out, index=False)
         return 0
-    chosen = [
-        pair
-        for pair in (*classes.faulty(), *classes.clean())
-        if not arguments.kind or pair.kind in arguments.kind.split(",")
-    ]
+    pairs, kinds = [*classes.faulty(), *classes.clean()], arguments.kind.split(",")
+    chosen = [pair for pair in pairs if kinds == [""] or pair.kind in kinds]
     cells = compose_all((e for pair in chosen for e in (pair.arm, pair.control)), (f"launch.root={arguments.root}",))
     if arguments.verb == "train":
         train(chosen, cells, Store(arguments.root))
@@ -262,10 +260,8 @@ def _moved(key: str, tensors: Mapping[str, Tensor], clean: Mapping[str, Tensor])
     """How far one tensor is from the clean one, in what full strength asks; see [Note: Full strength]."""
     difference, size = (tensors[key] - clean[key]).double().norm(), clean[key].double().norm()
     if key.startswith("state/") and not key.startswith("state/optimizer"):
-        return (
-            float(difference / (clean[key] - clean["before" + key.removeprefix("state")]).norm().clamp(min=1e-30))
-            / 1e-4
-        )
+        update = (clean[key] - clean["before" + key.removeprefix("state")]).norm()
+        return float(difference / update.clamp(min=1e-30)) / 1e-4
     return float(difference / size.clamp(min=1e-30)) / 4e-6
 
 
