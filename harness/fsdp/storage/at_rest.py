@@ -17,7 +17,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.overrides import resolve_name
 
 from harness.fsdp.ragged import RaggedTensor
 from harness.fsdp.ragged.tensor import BEFORE_WRITE, check_data, local_of, set_apart
@@ -35,6 +34,7 @@ from harness.fsdp.storage.parameter_access import (
     refuse_tied,
     refuse_unknown,
 )
+from harness.fsdp.storage.superseded import superseding
 from harness.fsdp.tensor_parallel import put_data
 from harness.private_torch import (
     foreach_types,
@@ -44,6 +44,7 @@ from harness.private_torch import (
     references_to,
     spec_of,
     tree_leaves,
+    tree_map_only,
     without_torch_function,
 )
 
@@ -92,41 +93,6 @@ class PortionAtRest(_Hooked, DTensor):
     pass
 
 
-class _Superseded:
-    """An unsharded parameter between passes: whoever kept it gets no gradient of it."""
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with without_torch_function():
-            if is_metadata(func):
-                return func(*args, **(kwargs or {}))
-        kept = next((each for each in tree_leaves((args, kwargs)) if isinstance(each, _Superseded)), None)
-        raise RuntimeError(_superseded(kept, resolve_name(func) or func.__name__))
-
-    @property
-    def grad(self) -> Tensor | None:
-        raise RuntimeError(_superseded(self, ".grad, as an optimizer does that was built before sharding"))
-
-    @grad.setter
-    def grad(self, value: Tensor | None) -> None:
-        put_grad(cast(nn.Parameter, self), value)
-
-
-def _superseded(kept: Any, by: str) -> str:
-    name, unit = getattr(kept, HOME, ("?", "?"))
-    return (
-        f"parameter {name} of unit {unit} was kept from before sharding, or from a forward, and is used by {by}: the"
-        " module holds another one now. Pass an optimizer that was built before to fully_shard_optimizer(model,"
-        " optimizer), or build it after sharding; take parameters from model.parameters(); read whole weights inside"
-        " `with model.unsharded():`; where one unit uses another's weight, make both one unit"
-    )
-
-
-@cache
-def _superseding(own: type) -> type:
-    return type(own)(own.__name__, (_Superseded, own), {"__module__": own.__module__})
-
-
 class MainWeight(_Hooked, nn.Parameter):
     """A main weight that every rank has unsharded: all edits are counted, and `data` is copied."""
 
@@ -145,25 +111,55 @@ class MainWeight(_Hooked, nn.Parameter):
         """Fused kernels of optimizers leave version counters as they are. What others may still read, as the root's
         part after a forward, is not touched before. A gradient of this rank's data would be reduced by nobody."""
         with without_torch_function():
-            given = () if is_metadata(func) else tree_leaves((args, kwargs))
+            given, alone = () if is_metadata(func) else tree_leaves((args, kwargs)), list[Tensor]()
             for each in (each for each in given if isinstance(each, MainWeight)):
                 if (place := location_of(sharded_of(each))) is None:
                     continue
                 if place[0].bucket.is_resident:
                     place[0].before_write()
-                if each.requires_grad and torch.is_grad_enabled() and place[0].unsharded[place[1]] is not each:
-                    _refuse_data(func, each, given)
+                if place[0].unsharded[place[1]] is not each:
+                    alone.append(each)
             if func.__name__.startswith("_fused_"):
                 torch.autograd.graph.increment_version(args[0])
-            return func(*args, **(kwargs or {}))
+            return _watched(func, args, kwargs or {}, alone)
+
+
+class OfWeight(Tensor):
+    """A view or a cast of a main weight, of which a product with data would be as wrong."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with without_torch_function():
+            given = () if is_metadata(func) else tree_leaves((args, kwargs))
+            return _watched(func, args, kwargs or {}, [each for each in given if isinstance(each, OfWeight)])
+
+
+def _watched(func: Any, args: Any, kwargs: Any, weights: Sequence[Tensor]) -> Any:
+    """What a function makes of main weights and their like. Raises where it has met data of this rank: in a product,
+    or as a plain tensor of another shape."""
+    made = func(*args, **kwargs)
+    of = [each for each in weights if each.requires_grad] if torch.is_grad_enabled() else []
+    if not of or not any(isinstance(each, Tensor) and each.requires_grad for each in tree_leaves(made)):
+        return made
+    for weight in of:
+        _refuse_data(func, weight, tree_leaves((args, kwargs)))
+    places = {each.untyped_storage().data_ptr() for each in of}
+
+    def marked(found: Tensor) -> Tensor:
+        is_like_it = found.numel() == of[0].numel() or found.untyped_storage().data_ptr() in places
+        if not is_like_it or not found.requires_grad or isinstance(found, nn.Parameter):
+            return found
+        one = found.as_subclass(OfWeight)
+        setattr(one, HOME, getattr(of[0], HOME, ("a parameter",)))
+        return one
+
+    return tree_map_only(Tensor, marked, made)
 
 
 def _refuse_data(func: Callable[..., Any], weight: Tensor, given: Sequence[Any]) -> None:
-    """Raise where a main weight meets data of this rank: in a product, or a plain tensor of another shape."""
-    plain = (each for each in given if isinstance(each, Tensor) and not isinstance(each, nn.Parameter))
+    plain = (each for each in given if isinstance(each, Tensor) and not isinstance(each, nn.Parameter | OfWeight))
     is_data = (each for each in plain if func in PRODUCTS or (each.numel() > 1 and each.shape != weight.shape))
-    other = next(is_data, None)
-    if other is not None and func not in NOT_OF_DATA:
+    if (other := next(is_data, None)) is not None:
         name = getattr(weight, HOME, ("a parameter",))[0]
         raise RuntimeError(
             f"a tensor of shape {[*other.shape]} meets the main weight {name} outside of its unit's forward, where no"
@@ -172,9 +168,10 @@ def _refuse_data(func: Callable[..., Any], weight: Tensor, given: Sequence[Any])
         )
 
 
-PRODUCTS = (nn.functional.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm)
-NOT_OF_DATA = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
-"""Take parameters beside losses."""
+PRODUCTS = (
+    *(nn.functional.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__, torch.mm, Tensor.mm),
+    *(torch.einsum, torch.inner, torch.tensordot, torch.addmm, torch.mv),
+)
 
 
 @cache
@@ -275,7 +272,7 @@ class ShardedParameters:
         for slot, param, sharded in self._put:
             slot.put(*((param, sharded) if unsharded else (sharded, param)))
         for param, _, own in self._pairs if not unsharded else ():
-            param.__class__ = _superseding(own)
+            param.__class__ = superseding(own)
 
     def count_edits(self) -> None:
         for param, own in (*self._same, *((param, own) for param, _, own in self._pairs)):

@@ -279,6 +279,17 @@ def a_module_alone_beside_main_weights(rank: int, strategy: str) -> list[str]:
         if strategy == "no_shard":
             with torch.no_grad():
                 told += [] if model.head(x).isfinite().all() else ["not without gradients"]
+        if strategy == "no_shard":
+            weight = model.head.weight
+            for made in (weight.t(), weight.T.contiguous(), weight.double().mT, weight.view(2, 3, 6)[0].t()):
+                told += said(
+                    lambda made=made, x=x: x.to(made) @ made, RuntimeError, "meets the main weight head.weight"
+                )
+            told += said(
+                lambda w=weight, x=x: torch.einsum("bi,oi->bo", x, w.float() * 1.5), RuntimeError, "head.weight"
+            )
+            apart = ((weight @ weight.T - torch.eye(6)) ** 2).sum() + weight.t().float().square().mean()
+            told += [] if torch.autograd.grad(apart, [weight])[0].isfinite().all() else ["no penalty of products"]
         anchors = [param.detach().clone() for param in model.parameters()]
         penalty = sum(((param - at) ** 2).sum() for param, at in zip(model.parameters(), anchors, strict=True))
         told += [] if penalty == 0 else ["an anchor is not the weight"]
@@ -360,6 +371,12 @@ MUTANTS = {
     "alone in another dtype": _of_programs(
         "Under no_shard a module that is called alone leaves each rank with a gradient of its own",
         patched(at_rest, "_refuse_data"),
+        "a_module_alone_beside_main_weights",
+        "no_shard",
+    ),
+    "casts alone": _of_programs(
+        "A view or a cast of a main weight is a plain tensor, of which nobody knows what it meets",
+        patched(at_rest, "tree_map_only", lambda kind, function, made: made),
         "a_module_alone_beside_main_weights",
         "no_shard",
     ),
