@@ -135,7 +135,7 @@ class OfWeight(Tensor):
 
 
 def _watched(func: Any, args: Any, kwargs: Any, weights: Sequence[Tensor]) -> Any:
-    """What a function makes of main weights and their like. Raises where it has met data of this rank: in a product,
+    """Results of a function of main weights and their like. Raises where it has met data of this rank: in a product,
     or as a plain tensor of another shape."""
     made = func(*args, **kwargs)
     of = [each for each in weights if each.requires_grad] if torch.is_grad_enabled() else []
