@@ -120,21 +120,15 @@ def orthogonalize(group: Mapping[str, Any], matrices: Tensor) -> Tensor:
     return (wide.mT if is_tall else wide).view(matrices.shape)
 
 
-def decay(group: Mapping[str, Any], param: Tensor) -> None:
-    param.mul_(1 - _rate(group) * group["weight_decay"])
-
-
 def add(group: Mapping[str, Any], param: Tensor, update: Tensor, rows: int, columns: int) -> None:
-    """Add rows of an orthogonalized matrix, of so many rows and columns, to those of a decayed parameter."""
+    """Let rows of a parameter decay, and add those of an orthogonalized matrix of so many rows and columns."""
+    lr: Any = group["lr"]
+    rate: Any = lr.squeeze() if isinstance(lr, Tensor) and lr.dim() else lr
+    param.mul_(1 - rate * group["weight_decay"])
     ratio = math.sqrt(max(1, rows / columns)) if columns else 1.0
     if group["adjust_lr_fn"] == "match_rms_adamw":
         ratio = 0.2 * math.sqrt(max(rows, columns))
-    param.add_(update, alpha=-(_rate(group) * ratio))
-
-
-def _rate(group: Mapping[str, Any]) -> Any:
-    lr = group["lr"]
-    return lr.squeeze() if isinstance(lr, Tensor) and lr.dim() else lr
+    param.add_(update, alpha=-(rate * ratio))
 
 
 def _step_alone(group: Mapping[str, Any], param: Tensor, grad: Tensor, state: dict[str, Any]) -> None:
@@ -143,7 +137,6 @@ def _step_alone(group: Mapping[str, Any], param: Tensor, grad: Tensor, state: di
     if MOMENTUM not in state:
         state[MOMENTUM] = torch.zeros_like(grad, memory_format=torch.preserve_format)
     given = mix(group, grad, state[MOMENTUM]).to(WIRE, copy=True)
-    decay(group, param)
     for box in boxes(param.shape, rows):
         place = tuple(slice(*each) for each in box)
         found = orthogonalize(group, given[place].reshape(-1, rows, columns))

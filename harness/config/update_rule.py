@@ -48,8 +48,6 @@ TIE = 2.0**-16
 FLIP = 0.005
 """Relative distance of two updates by one rounding of an element."""
 
-OF_ITERATION = ("nesterov", "ns_coefficients", "ns_steps", "adjust_lr_fn")
-
 OWN = 2.0**-50
 """Relative error of the rule's evaluation in fp64."""
 
@@ -61,38 +59,41 @@ class Units(NamedTuple):
 
 
 class Iteration(NamedTuple):
-    """Muon's Newton-Schulz iteration, and what its result is multiplied with."""
+    """Settings of Muon's Newton-Schulz iteration, and of what its result is multiplied with."""
 
     nesterov: bool
-    coefficients: tuple[float, float, float]
-    steps: int
-    matches_rms: bool
+    ns_coefficients: Sequence[float]
+    ns_steps: int
+    adjust_lr_fn: str
 
     @property
     def reach(self) -> float:
         """Largest singular value of a result, and a tenth more for bfloat16."""
         values = [place / 4096 for place in range(4097)]
-        a, b, c = self.coefficients
-        for _ in range(self.steps):
+        a, b, c = self.ns_coefficients
+        for _ in range(self.ns_steps):
             values = [value * (a + b * value**2 + c * value**4) for value in values]
         return 1.1 * max(map(abs, values))
 
     def scale(self, rows: int, columns: int) -> float:
-        if self.matches_rms:
+        if self.adjust_lr_fn == "match_rms_adamw":
             return 0.2 * math.sqrt(max(rows, columns))
         return math.sqrt(max(1.0, rows / columns)) if columns else 1.0
 
     def orthogonalized(self, matrix: Any, rounded: Callable[[Any], Any]) -> Any:
         """rounded: applied to each operation's result. Stacks of matrices are orthogonalized one by one."""
-        a, b, c = self.coefficients
+        a, b, c = self.ns_coefficients
         is_tall, matrix = matrix.shape[-2] > matrix.shape[-1], rounded(matrix)
         wide = matrix.swapaxes(-1, -2) if is_tall else matrix
         norm = rounded((wide * wide).sum(axis=(-1, -2), keepdims=True) ** 0.5)
         wide = rounded(wide / (norm + MUON_EPS * (norm < MUON_EPS)))
-        for _ in range(self.steps):
+        for _ in range(self.ns_steps):
             gram = rounded(wide @ wide.swapaxes(-1, -2))
             wide = rounded(a * wide + rounded(b * gram + c * (gram @ gram)) @ wide)
         return wide.swapaxes(-1, -2) if is_tall else wide
+
+
+AS_TORCH = Iteration(True, (3.4445, -4.775, 2.0315), 5, "original")
 
 
 def narrowed(value: Any) -> Any:
@@ -135,14 +136,14 @@ class Rule:
     eps: float
     momentum: float
     decay: float
-    iteration: Iteration | None = None
+    iteration: Iteration = AS_TORCH
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Rule:
         """Args: config: settings as `optimizer.lr`."""
         beta1, beta2 = map(float, config["optimizer.betas"])
         eps, momentum, decay = (float(config[f"optimizer.{name}"]) for name in ("eps", "momentum", "weight_decay"))
-        iteration = _iteration(*(config.get(f"optimizer.{name}") for name in ("name", *OF_ITERATION)))
+        iteration = Iteration._make(config.get(f"optimizer.{name}") for name in Iteration._fields)
         return cls(str(config["optimizer.name"]), (beta1, beta2), eps, momentum, decay, iteration)
 
     @classmethod
@@ -186,12 +187,10 @@ class Rule:
 
     def mix(self, momentum: Any, gradient: Any) -> Any:
         """Matrix that Muon orthogonalizes, given its momentum after a gradient."""
-        assert self.iteration is not None
         return gradient + self.momentum * (momentum - gradient) if self.iteration.nesterov else momentum
 
     def matrix_step(self, mixed: Any, lr: float) -> tuple[Any, Any]:
         """A matrix's change without decay, and how far rounding moves it; see [Note: Whole matrices]."""
-        assert self.iteration is not None
         rate, found = -lr * self.iteration.scale(*mixed.shape[-2:]), self.iteration.orthogonalized(mixed, narrowed)
         off = found - self.iteration.orthogonalized(mixed, narrowed_otherwise)
         apart = 2 * (off * off).sum() ** 0.5 + FLIP * (found * found).sum() ** 0.5
@@ -201,7 +200,6 @@ class Rule:
         """Largest move of one element by Muon at a rate of 1; 0 for other rules."""
         if self.name != "muon":
             return 0.0
-        assert self.iteration is not None
         return self.iteration.reach * self.iteration.scale(*shape[-2:])
 
     def rounding(self, state: UpdateState, gradient: Any, lr: float) -> Any:
@@ -291,10 +289,3 @@ class Rule:
 
     def corrected(self, step: int) -> float:
         return math.sqrt(1.0 - self.betas[1] ** step) / (1.0 - self.betas[0] ** step)
-
-
-def _iteration(optimizer: Any, nesterov: Any, coefficients: Any, steps: Any, adjusts: Any) -> Iteration | None:
-    if optimizer != "muon":
-        return None
-    a, b, c = map(float, coefficients)
-    return Iteration(bool(nesterov), (a, b, c), int(steps), adjusts == "match_rms_adamw")

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from harness.fsdp.build import ENGINE, OWNER, BuildContext, Engine, engine_of
 from harness.fsdp.comm.communicator import Communicator
 from harness.fsdp.comm.device import usual_device
-from harness.fsdp.comm.mesh import Groups, Mesh, crossed
+from harness.fsdp.comm.mesh import Groups
 from harness.fsdp.guards import sharded_twice
 from harness.fsdp.guards.replicas import check_agreed
 from harness.fsdp.options import Options, refuse_unknown
@@ -30,7 +30,6 @@ from harness.fsdp.storage.at_rest import ShardedParameters, sharded_of
 from harness.fsdp.storage.param_group import InitialValue, ParamGroup
 from harness.fsdp.storage.parameter_access import HOME, grad_of
 from harness.fsdp.update.flat_step import FlatStep
-from harness.fsdp.update.matrices import bucket_of
 from harness.fsdp.update.own_step import whole_step_of
 from harness.fsdp.update.rules import begins_with_gradient, check_optimizer, create_state_of
 from harness.fsdp.vocabulary import Numerics, OuterStrategy, Strategy
@@ -285,15 +284,14 @@ def bind(engine: Engine, optimizer: torch.optim.Optimizer, *, steps_unused: bool
 
 def _agree_on_matrices(optimizer: torch.optim.Optimizer) -> None:
     """Refuse a matrix that has a gradient on some ranks alone: no owner could have the whole. *Collective.*"""
-    told: dict[tuple[Mesh, Communicator | None], list[tuple[str, str]]] = {}
-    for _, param in getattr(optimizer, _FLAT_STEP).matrices.params(optimizer):
+    matrices, told = getattr(optimizer, _FLAT_STEP).matrices, dict[Communicator, list[tuple[str, str]]]()
+    for _, param in matrices.params(optimizer):
         said = "without a gradient" if grad_of(param) is None else "given one"
-        bucket = bucket_of(param)
-        told.setdefault((bucket.mesh, bucket.tp), []).append((f"parameter {getattr(param, HOME)[0]}", said))
-    for (mesh, tp), pairs in told.items():
+        told.setdefault(matrices.comm_of(param), []).append((f"parameter {getattr(param, HOME)[0]}", said))
+    for comm, pairs in told.items():
         check_agreed(
             pairs,
-            crossed(mesh.everyone, tp),
+            comm,
             "gradients of matrices",
             "a matrix has a gradient on some ranks alone, so that none can work out its update",
             "Set grad to None on all ranks or on none",

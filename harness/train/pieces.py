@@ -94,14 +94,10 @@ class WholeMatrices:
         self.momenta = [
             next(iter(momenta[each.name]), Piece(each.name, each.shape, torch.empty(0), ())) for each in self.weights
         ]
-        self.counted = [self._counted(pieces) for pieces in (self.weights, self.momenta)]
+        rows = [control.gather(own_places(pieces)) for pieces in (self.weights, self.momenta)]
+        self.counted = [shares(each, control.ranks.rank)[0].tolist() for each in rows]
         sizes = [math.prod(each.shape) * min(each.shape[-2:]) for each in self.weights]
         self.drawn = [at for at, size in enumerate(sizes) if size <= MOST]
-
-    def _counted(self, pieces: Sequence[Piece]) -> list[float]:
-        rows = self.control.gather(own_places(pieces))
-        found: list[float] = shares(rows, self.control.ranks.rank)[0].tolist()
-        return found
 
     def before(self, step: int) -> None:
         self.at = self.drawn[step % len(self.drawn)] if self.drawn else None

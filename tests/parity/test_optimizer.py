@@ -267,7 +267,7 @@ def test_muons_rule_is_torchs_within_what_rounding_of_its_iteration_explains(
 SLIPS = {
     "scale": Slip(update_rule.Iteration, "scale", "rows / columns", "columns / rows", "Wide ones are scaled as tall"),
     "norm": Slip(update_rule.Iteration, "orthogonalized", "** 0.5)", ")", "Squares are the norm"),
-    "iterations": Slip(update_rule.Iteration, "orthogonalized", "range(self.steps)", "range(self.steps - 1)", "Less"),
+    "iterations": Slip(update_rule.Iteration, "orthogonalized", "range(self", "range(1, self", "Less"),
     "mix": Slip(update_rule.Rule, "mix", "if self.iteration.nesterov", "if False", "The momentum itself"),
     "share": Slip(update_rule.Rule, "_update", "(1 - self.momentum) * gradient", "gradient", "As SGD's momentum"),
 }  # fmt: skip

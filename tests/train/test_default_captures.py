@@ -261,7 +261,7 @@ MUTANTS = slips(
     one run walks: The control is taken to stand still
         parity.tiers.divergence.reach: for run in runs => for run in runs[:1]
     Adam walks lr a step: C is left out
-        parity.tiers.divergence.reach: max(steepest(*rule.betas), rule.iteration.reach if rule.iteration else 0.0) * =>
+        parity.tiers.divergence.reach: max(steepest(*rule.betas), of_matrix) * =>
     one tensor walks for all: A tensor is allowed what all may walk
         parity.tiers.divergence._graded_weights: runs[1].config["optimizer.name"] != "sgd" => False
     elements for tensors: The share of a tensor is its number of weights, and not its root

@@ -10,7 +10,7 @@ of. Other ranks are told shapes and plain numbers where these have changed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -19,47 +19,45 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from harness.fsdp.comm.communicator import Communicator
 from harness.fsdp.comm.mesh import all_values, everyones
 from harness.fsdp.ragged import RaggedShard, RaggedTensor
 from harness.fsdp.ragged.tensor import spec_like
 from harness.fsdp.storage.parameter_access import HOME, grad_of
 from harness.fsdp.tensor_parallel import values_here
 from harness.fsdp.update.flat_step import DECOUPLED
-from harness.fsdp.update.matrices import Box, Grid, Lane, Matrix, MatrixStep, MuonRule, Opt
+from harness.fsdp.update.matrices import Box, Group, Lane, Matrix, MatrixStep, Opt
 from harness.fsdp.update.rules import needs_whole_of
 from harness.muon import MuonWithAdamW
-from harness.private_torch import local_tensor, tree_leaves, tree_map_only
+from harness.private_torch import local_tensor, tree_map_only
 
 
-class OwnStep:
-    num_given = 2
+class OwnStep(MatrixStep):
+    wire = None
 
     def __init__(self, needs_whole: Callable[[Tensor], bool]) -> None:
+        super().__init__()
         self._needs = needs_whole
-        self._meshes: dict[int, DeviceMesh] = {}
+        self._meshes: dict[Communicator, DeviceMesh] = {}
 
-    def needs(self, group: Mapping[str, Any], param: Tensor) -> bool:
+    def needs(self, group: Group, param: Tensor) -> bool:
         """A plain parameter, which every rank has, is stepped as it is."""
         return isinstance(param, DTensor) and self._needs(param)
 
-    def cut(self, group: Mapping[str, Any], shape: torch.Size, name: str) -> tuple[int, int, Iterator[Box]]:
-        box: Box = tuple((0, size) for size in shape or (1,))
-        return shape[0] if shape else 1, shape[1:].numel(), iter([box])
+    def cut(self, group: Group, param: Tensor) -> tuple[int, int, Iterable[Box]]:
+        return 1, param.numel(), [tuple((0, size) for size in param.shape or (1,))]
 
-    def cost(self, group: Mapping[str, Any], rows: int, columns: int) -> int:
-        return rows * columns
+    def cost(self, group: Group, m: Matrix) -> int:
+        return m.columns
 
-    def dtype(self, param: Tensor) -> torch.dtype:
-        return param.dtype
-
-    def give(self, group: Mapping[str, Any], param: Tensor, held: dict[str, Any]) -> list[Tensor]:
+    def give(self, group: Group, param: Tensor, held: dict[str, Any]) -> list[Tensor]:
         return [values_here(param), values_here(cast(Tensor, grad_of(param)))]
 
     def work(self, optimizer: Opt, lanes: Sequence[Lane], step: Callable[[Mapping[int, Tensor]], None]) -> None:
         state, here = optimizer.state, dict[int, nn.Parameter]()
         for lane in lanes:
-            for m in lane.gather():
-                weight, grad = (each.view(m.param.shape) for each in lane.whole[id(m)])
+            for m, whole in lane.gather():
+                weight, grad = (each.view(m.param.shape) for each in whole)
                 here[id(m.param)] = plain = nn.Parameter(weight)
                 plain.grad = grad
                 if hasattr(m.param, DECOUPLED):
@@ -68,29 +66,27 @@ class OwnStep:
                     state[plain] = tree_map_only(RaggedTensor, local_tensor, state[m.param])
         step(here)
         found = {place: state.pop(plain, {}) for place, plain in here.items()}
-        for grid in {id(lane.grid): lane.grid for lane in lanes}.values():
-            self._tell(state, grid, [m for lane in lanes if lane.grid is grid for m in lane.matrices], found)
+        for comm in dict.fromkeys(lane.comm for lane in lanes):
+            self._tell(state, comm, [m for lane in lanes if lane.comm is comm for m in lane.matrices], found)
         for lane in lanes:
-            lane.spread({id(m): here[id(m.param)].detach().view(m.shape) for m in (*lane.alike, *lane.own)})
+            lane.spread({id(m): here[id(m.param)].detach().view(m.shape) for m in lane.own})
 
-    def take(self, group: Mapping[str, Any], matrix: Matrix, rows: Tensor, values: Tensor) -> None:
+    def take(self, group: Group, m: Matrix, rows: Tensor, values: Tensor) -> None:
         rows.copy_(values)
 
     # -- state at owners -----------------------------------------------------------------------------------------------
 
-    def settle(self, param: Tensor, held: dict[str, Any], grid: Grid, owner: int | None) -> None:
+    def put_state(self, m: Matrix, held: dict[str, Any], comm: Communicator) -> None:
         def settled(value: Tensor) -> Tensor:
-            if owner is None:
-                return value.full_tensor() if isinstance(value, DTensor) else value
-            is_of_grid = isinstance(value, RaggedTensor) and value.device_mesh is self._mesh(grid)
-            if is_of_grid and cast(RaggedTensor, value).cut.spans[owner] == (0, _rows(value.shape)):
+            is_there = isinstance(value, RaggedTensor) and value.device_mesh is self._mesh(comm)
+            if is_there and m.owner is not None and cast(Any, value).cut.spans[m.owner] == (0, _rows(value.shape)):
                 return value
             whole = value.full_tensor() if isinstance(value, DTensor) else value
-            return self._at(grid, owner, param, whole, whole if grid.comm.rank == owner else None)
+            return whole if m.owner is None else self._at(comm, m, whole)
 
         held.update(tree_map_only(Tensor, settled, dict(held)))
 
-    def _tell(self, state: Any, grid: Grid, matrices: Sequence[Matrix], found: Mapping[int, dict[str, Any]]) -> None:
+    def _tell(self, state: Any, comm: Communicator, matrices: Sequence[Matrix], found: Mapping[int, Any]) -> None:
         """Put what was found into the state of parameters. *Collective.*"""
         told: dict[int, Any] = {}
         for place, m in enumerate(matrices):
@@ -98,39 +94,28 @@ class OwnStep:
                 held = found[id(m.param)]
                 if m.owner is not None and _told(held) != _told(state.get(m.param, {})):
                     told[place] = _told(held)
-                state[m.param] = held if m.owner is None else self._wrapped(grid, m, held, state.get(m.param, {}))
-        comm = grid.comm
+                at_owner = partial(self._at, comm, m)
+                state[m.param] = held if m.owner is None else tree_map_only(Tensor, at_owner, dict(held))
         if not all_values(comm, torch.tensor(len(told), device=comm.runtime.device), "changed states").any():
             return
         for rank, others in enumerate(everyones([*told.items()], comm, "changed states")):
             for place, held in others:
-                m = matrices[place]
-                made = _from_told(held, partial(self._at, grid, cast(int, m.owner), m.param))
+                made = _from_told(held, partial(self._at, comm, matrices[place]))
                 if rank != comm.rank:
-                    state[m.param] = made
+                    state[matrices[place].param] = made
 
-    def _wrapped(self, grid: Grid, m: Matrix, found: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
-        kept = {id(local_tensor(each)): each for each in tree_leaves(before) if isinstance(each, RaggedTensor)}
+    def _at(self, comm: Communicator, m: Matrix, value: Tensor) -> Tensor:
+        """A tensor of which the owner has all rows; elsewhere its shape alone counts."""
+        is_here, whole = comm.rank == m.owner, torch.empty(value.shape, dtype=value.dtype, device="meta")
+        local = value if is_here else value.new_empty(0, *value.shape[1:], device=comm.runtime.device)
+        spans = tuple((0, _rows(value.shape) * (rank == m.owner)) for rank in range(comm.size))
+        cut = RaggedShard(spans, getattr(m.param, HOME)[0])
+        return RaggedTensor.of(local, spec_like(whole, self._mesh(comm), [cut]))
 
-        def wrapped(value: Tensor) -> Tensor:
-            same = kept.get(id(value))
-            return self._at(grid, cast(int, m.owner), m.param, value, value) if same is None else same
-
-        return cast(dict[str, Any], tree_map_only(Tensor, wrapped, dict(found)))
-
-    def _at(self, grid: Grid, owner: int, param: Tensor, like: Tensor, local: Tensor | None = None) -> Tensor:
-        """local: on the owner."""
-        if local is None:
-            local = torch.empty(0, *like.shape[1:], dtype=like.dtype, device=grid.comm.runtime.device)
-        spans = tuple((0, _rows(like.shape) * (rank == owner)) for rank in range(grid.comm.size))
-        whole = torch.empty(like.shape, dtype=like.dtype, device="meta")
-        cut = RaggedShard(spans, getattr(param, HOME)[0])
-        return RaggedTensor.of(local, spec_like(whole, self._mesh(grid), [cut]))
-
-    def _mesh(self, grid: Grid) -> DeviceMesh:
-        if id(grid) not in self._meshes:
-            self._meshes[id(grid)] = DeviceMesh.from_group(grid.comm.group, grid.comm.runtime.device.type)
-        return self._meshes[id(grid)]
+    def _mesh(self, comm: Communicator) -> DeviceMesh:
+        if comm not in self._meshes:
+            self._meshes[comm] = DeviceMesh.from_group(comm.group, comm.runtime.device.type)
+        return self._meshes[comm]
 
 
 def _rows(shape: torch.Size) -> int:
@@ -140,7 +125,7 @@ def _rows(shape: torch.Size) -> int:
 def _told(value: Any) -> Any:
     """Shapes and dtypes in place of tensors, in JSON's types."""
     if isinstance(value, Mapping):
-        return {"entries": {key: _told(each) for key, each in value.items()}}
+        return {"entries": [[key, _told(each)] for key, each in value.items()]}
     if isinstance(value, list | tuple):
         return [_told(each) for each in value]
     if isinstance(value, Tensor):
@@ -160,12 +145,12 @@ def _from_told(told: Any, made: Callable[[Tensor], Tensor]) -> Any:
             " ranks cannot be told: keep tensors, numbers, texts, and lists of them"
         )
     if "entries" in told:
-        return {key: _from_told(each, made) for key, each in told["entries"].items()}
+        return {key: _from_told(each, made) for key, each in told["entries"]}
     return made(torch.empty(told["shape"], dtype=getattr(torch, told["dtype"]), device="meta"))
 
 
 def whole_step_of(optimizer: Opt) -> MatrixStep | None:
     """None for an optimizer whose rule steps flat pieces, or sharded parameters, by itself."""
     if (needs := needs_whole_of(optimizer)) is not None:
-        return MatrixStep(OwnStep(needs))
-    return MatrixStep(MuonRule()) if isinstance(optimizer, torch.optim.Muon | MuonWithAdamW) else None
+        return OwnStep(needs)
+    return MatrixStep() if isinstance(optimizer, torch.optim.Muon | MuonWithAdamW) else None

@@ -37,11 +37,12 @@ ENTRIES: dict[type[Optimizer], dict[str, str]] = {
 """Entries of torch's optimizers, and the setting of the group that asks for each ("": always)."""
 NEEDS_WHOLE = "needs_whole"
 """Method of an optimizer, or attribute: of a parameter, if its own `step` needs that whole. See [Note: Own step]."""
+_DECLARE = f"let `{NEEDS_WHOLE}(param)` of it say which parameters it needs whole"
 REFUSED = {
-    "Muon": "its own `step` has rows of matrices",
-    "LBFGS": "it works on one vector of all parameters",
-    "Adafactor": "it keeps sums over whole rows and columns",
-    "ZeroRedundancyOptimizer": "it splits whole parameters over ranks once more: use its optimizer_class itself",
+    "Muon": ("its own `step` has rows of matrices", _DECLARE),
+    "LBFGS": ("it works on one vector of all parameters", "leave it out of fully_shard_optimizer: it steps DTensors"),
+    "Adafactor": ("it keeps sums over whole rows and columns", _DECLARE),
+    "ZeroRedundancyOptimizer": ("it splits whole parameters over ranks once more", "use its optimizer_class itself"),
 }
 KERNELS = ("fused", "foreach")
 
@@ -163,13 +164,9 @@ def check_optimizer(
     name = next((base.__name__ for base in kind.__mro__ if base.__name__ in REFUSED), None)
     is_stepped = needs is not None or moments_of(optimizer) is not None
     if name and not is_stepped and any(bucket.placements.main_weights != WHOLE for bucket in buckets):
-        fix = (
-            "leave it out of fully_shard_optimizer, so that it steps DTensors"
-            if name == "LBFGS"
-            else (f"let `{NEEDS_WHOLE}(param)` of it say which parameters it needs whole")
-        )
+        why, fix = REFUSED[name]
         raise TypeError(
-            f"{kind.__name__} cannot step sharded parameters: {REFUSED[name]}. Use an elementwise optimizer, as AdamW;"
+            f"{kind.__name__} cannot step sharded parameters: {why}. Use an elementwise optimizer, as AdamW;"
             f" or zero_dp_strategy=0, under which parameters are whole; or {fix}"
         )
     for group in filter(partial(is_of_matrices, optimizer), optimizer.param_groups):

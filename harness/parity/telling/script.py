@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from harness.config.update_rule import OF_ITERATION, Rule
+from harness.config.update_rule import Iteration, Rule
 from harness.config.words import as_word
 from harness.parity.alone import every_step
 from harness.parity.outcome import IN_16_BITS, OF_FORWARD, Finding, Grade, Outcome, Verdict
@@ -282,7 +282,7 @@ def _rule(config: Mapping[str, Any], run: RunDir, tensor: str | None) -> dict[st
         "sgd": ("SGD", ("momentum",)),
         "adam": ("Adam", ("betas", "eps")),
         "adamw": ("AdamW", ("betas", "eps")),
-        "muon": ("Muon", ("momentum", *OF_ITERATION)),
+        "muon": ("Muon", ("momentum", *Iteration._fields)),
     }[name]
     options = {each: config[f"optimizer.{each}"] for each in ("weight_decay", *constants)}
     dtype = {"bf16": "bfloat16", "fp16": "float16"}.get(str(config.get("dtype.main_params")))

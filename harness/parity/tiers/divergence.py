@@ -181,7 +181,8 @@ def reach(runs: tuple[Record, Record], envelope: Envelope, step: int) -> float:
     if control.config["optimizer.name"] == "sgd":
         return paths
     rule = Rule.of(control.config)
-    return max(steepest(*rule.betas), rule.iteration.reach if rule.iteration else 0.0) * paths
+    of_matrix = rule.iteration.reach if rule.name == "muon" else 0.0
+    return max(steepest(*rule.betas), of_matrix) * paths
 
 
 def steepest(beta1: float, beta2: float) -> float:

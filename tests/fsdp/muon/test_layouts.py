@@ -183,16 +183,16 @@ MISTAKES = {
         Slip(muon, "add", "rows / columns", "columns / rows", "Wide matrices are scaled as tall ones"), SPLIT,
     ),
     "scale of a piece": (
-        Slip(matrices.MuonRule, "take", "values, matrix.rows", "values, rows.shape[0]",
+        Slip(matrices.MatrixStep, "take", "values, m.rows", "values, rows.shape[0]",
              "The rate is adjusted to the rows that lie here"), SPLIT,
     ),
     "iteration on a cut matrix": (
-        Slip(matrices.MuonRule, "work", "lane.whole[id(m)][0].view(-1, m.rows, m.columns)",
-             "m.part(lane.whole[id(m)][0], lane.comm.rank).flatten(0, -2)[None]", "Rows are orthogonalized"),
+        Slip(matrices.MatrixStep, "work", "whole.view(-1, m.rows, m.columns)",
+             "m.part(whole, lane.comm.rank).flatten(0, -2)[None]", "Rows are orthogonalized"),
         Case(2, shapes=((64, 64),) * 3),
     ),
     "an update that is not taken": (
-        Slip(matrices.Lane, "finish", "in updates:", "in updates if self.comm.rank != 1 else ():",
+        Slip(matrices.Lane, "finish", "strict=True):", "strict=True) if self.comm.rank != 1 else ():",
              "One rank does not add what owners send"), SPLIT,
     ),
     "order of pieces": (
@@ -201,7 +201,7 @@ MISTAKES = {
         SPLIT,
     ),
     "momentum that begins anew": (
-        Slip(matrices.MuonRule, "give", "if MOMENTUM not in held:", "if True:", "Momentum is none"), SPLIT,
+        Slip(matrices.MatrixStep, "give", "if MOMENTUM not in held:", "if True:", "Momentum is none"), SPLIT,
     ),
     "decay of a group": (
         Slip(matrices.Lane, "finish", "groups[m.group], m", "groups[0], m", "The first group's settings"),
@@ -222,7 +222,7 @@ MISTAKES = {
         Case(2, maker="Adafactor"),
     ),
     "columns of the first": (
-        Slip(matrices.Regions, "of", "rank=place.tensor)", "rank=0)",
+        Slip(matrices, "_box_here", "chunks[0].offsets or", "(chunks[0].offsets[:1] + (0, 0))[: param.dim()] or",
              "Every tensor-parallel rank gives the first one's columns"), TENSOR,
     ),
     "blocks by stack": (

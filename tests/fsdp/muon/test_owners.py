@@ -101,9 +101,9 @@ def test_owners_are_balanced(model: str, num_ranks: int) -> None:
 
 
 MISTAKES = {
-    "shortest first": Slip(owners, "owners_of", "(-costs[each], each)", "(costs[each], each)", "The longest come last"),
+    "shortest first": Slip(owners, "_packed", "(-works[each]", "(works[each]", "The longest come last"),
     "by number": Slip(muon, "multiplications", "", lambda _: lambda *_: 1, "Matrices are counted, not their work"),
-    "not packed": Slip(owners, "owners_of", "if longest > bound * ENOUGH else 0", "* 0", "Owners are never packed"),
+    "not packed": Slip(owners, "_packed", "cost if tight else ", "", "Each goes to whoever has least to do"),
 }
 
 
