@@ -170,6 +170,7 @@ class Checkpoints:
         return manifest, "; ".join(dict.fromkeys(each for each in found if each))
 
     def _take(self, path: Path, manifest: Manifest, engine: Engine, passed: tuple[str, ...]) -> Checkpoint:
+        engine.expect({k: torch.empty(e.shape, dtype=dtype_of(e), device="meta") for k, e in manifest.tensors.items()})
         values, state = manifest.values, engine.state()
         if not (values["portable"] and state.portable) and values["layout"] != self.layout:
             raise StoreError(

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from harness.config.schema import OptimizerConfig, OptimizerName
 from harness.engines.protocol import Workload
@@ -109,6 +110,25 @@ def optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str
     """State itself, not copied, as `<parameter>/<entry>` -> tensor."""
     held = create_state(optimizer)
     return {f"{names[param]}/{entry}": value for param, own in held.items() for entry, value in own.items()}
+
+
+def make_room(optimizer: torch.optim.Optimizer, params: Mapping[str, Tensor], held: Mapping[str, Tensor]) -> None:
+    """Make what is to be loaded of the `entries` of an optimizer that needs parameters whole, as its own step would.
+
+    params: by name. held: on meta, by the keys of a state. What is no scalar and has not the shape of its sharded
+    parameter stays on meta until its owner is known.
+    """
+    for name, param in params.items() if hasattr(optimizer, "needs_whole") else ():
+        for entry in getattr(optimizer, "entries", ()):
+            like = held.get(f"optimizer/{name}/{entry}")
+            if like is None or entry in optimizer.state.get(param, {}):
+                continue
+            if like.shape == param.shape:
+                made = torch.zeros_like(param, dtype=like.dtype, requires_grad=False)
+            else:
+                is_at_owner = isinstance(param, DTensor) and like.dim() > 0
+                made = torch.zeros_like(like, device="meta" if is_at_owner else param.device)
+            optimizer.state[param][entry] = made
 
 
 @torch.no_grad()

@@ -184,6 +184,9 @@ class Engine(ABC):
             ValueError: a key is missing, unexpected or of another shape or dtype; nothing was loaded.
         """
 
+    def expect(self, held: Mapping[str, Tensor]) -> None:  # noqa: B027 - most engines have all from the beginning
+        """Make room for entries of a state that is to be loaded, which a step would make. held: on meta, by key."""
+
     def state(self) -> State:
         """All state by key, to save or to load into; see `State`. *Collective* if the engine's `state_dict` is.
 

@@ -304,15 +304,19 @@ def try_optimizer(kind: type, config: Config) -> dict[str, Any]:
             weight.grad = torch.full_like(weight, 0.5)
         with trying("its step" + prepared * f", with {ZEROS},"):
             optimizer.step()
-        kept.append({str(name) for weight in weights for name in optimizer.state.get(weight, {})})
+        held = [pair for weight in weights for pair in optimizer.state.get(weight, {}).items()]
+        if odd := [pair for pair in held if not isinstance(pair[1], Tensor | None)]:
+            fix = "a tensor in its place, of shape [] for a number, so that it can be saved"
+            raise Unusable(f"keeps {odd[0][0]!r} of a weight as a {type(odd[0][1]).__name__}", fix=fix)
+        kept.append({str(name) for name, _ in held})
     declared = {entry for own in create_state(optimizer).values() for entry in own}
     if kept[0] != declared or kept[1] != declared:
-        held = ", ".join(repr(name) for name in sorted(kept[0] | kept[1]))
+        names = ", ".join(repr(name) for name in sorted(kept[0] | kept[1]))
         raise Unusable(
-            f"keeps {held or 'nothing'} of a weight, and declares {', '.join(sorted(declared)) or 'nothing'}",
-            fix=f"entries = ({held}{',' if held else ''}) in the class; each begins as zeros, so that it can be saved",
+            f"keeps {names or 'nothing'} of a weight, and declares {', '.join(sorted(declared)) or 'nothing'}",
+            fix=f"entries = ({names}{',' if names else ''}) in the class, each zeros at first, so that it can be saved",
         )
-    return {"elementwise": _steps_elementwise(kind)}
+    return {"elementwise": _steps_elementwise(kind) or hasattr(optimizer, "needs_whole")}
 
 
 def _steps_elementwise(kind: Any) -> bool:

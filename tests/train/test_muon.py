@@ -16,12 +16,14 @@ import pytest
 import torch
 
 from benchmarks.power.steps import BASE
+from harness.config.compose import compose
 from harness.config.schema import (
     AdjustLr,
     Config,
     EngineName,
     ModelFamily,
     Numerics,
+    OptimizerConfig,
     OptimizerName,
     OuterStrategy,
     Strategy,
@@ -38,8 +40,9 @@ from harness.store import check_stream
 from harness.store.fields import compared
 from harness.store.metrics import read_metrics
 from harness.train import pieces
-from harness.worker.describe import Unusable, try_model
+from harness.worker.describe import Unusable, try_model, try_optimizer
 from tests.config.test_rules import violations
+from tests.fsdp.muon.whole import Soap
 from tests.study import short
 from tests.support.covering import once
 from tests.support.factory import ranks_of, small_config, stopping, train
@@ -198,18 +201,21 @@ def test_a_slip_of_the_groups_is_found(name: str, monkeypatch: pytest.MonkeyPatc
 # -- another layout goes on --------------------------------------------------------------------------------------------
 
 
-def exact(strategy: Strategy, outer: OuterStrategy | None = None, tp: int = 1) -> Config:
+def exact(own: bool, strategy: Strategy, outer: OuterStrategy | None = None) -> Config:
+    """own: of an optimizer of a user's own that needs matrices whole."""
     config = small_config(
-        engine__name=EngineName.native, mesh__world_size=4, sharding__strategy=strategy, mesh__tp=tp,
+        engine__name=EngineName.native, mesh__world_size=4, sharding__strategy=strategy,
         train__steps=5, train__param_norm_every=1, optimizer__name=OptimizerName.muon, optimizer__momentum=0.95,
         optimizer__adjust_lr_fn=AdjustLr.match_rms_adamw, numerics__mode=Numerics.exact,
     )  # fmt: skip
+    if own:
+        config.optimizer = OptimizerConfig(name=OptimizerName.ext, target="tests.fsdp.muon.whole:Shampoo")
     if outer is not None:
         config.mesh.dp_outer, config.sharding.outer = 2, outer
     return config
 
 
-LAYOUTS = [exact(Strategy.optim_grads_params), exact(Strategy.optim, OuterStrategy.optim), exact(Strategy.no_shard)]
+LAYOUTS = [(Strategy.optim_grads_params,), (Strategy.optim, OuterStrategy.optim), (Strategy.no_shard,)]
 
 
 def numbers(run: Path) -> list[dict[str, str]]:
@@ -223,11 +229,12 @@ def moved(rank: int, root: Path, pairs: list[tuple[Config, Config]]) -> None:
         train(after, root / str(place), rank)
 
 
-def test_a_run_goes_on_under_any_other_layout_to_the_bits_of_one_process(tmp_path: Path) -> None:
-    alone = exact(Strategy.no_shard)
+@pytest.mark.parametrize("own", [False, True], ids=["Muon", "Shampoo"])
+def test_a_run_goes_on_under_any_other_layout_to_the_bits_of_one_process(own: bool, tmp_path: Path) -> None:
+    alone = exact(own, Strategy.no_shard)
     alone.engine.name, alone.mesh.world_size = EngineName.single, 1
     train(alone, tmp_path / "one")
-    pairs = list(itertools.permutations(LAYOUTS, 2))
+    pairs = [*itertools.permutations([exact(own, *each) for each in LAYOUTS], 2)]
     run_ranks(moved, 4, tmp_path, pairs)
     keys = "loss", "grad_norm", "param_norm"
     expected = [{key: line[key] for key in keys} for line in numbers(tmp_path / "one")]
@@ -271,3 +278,34 @@ def test_a_workload_that_does_not_say_what_muon_steps_is_refused() -> None:
     config = small_config(optimizer__name=OptimizerName.muon)
     with pytest.raises(Unusable, match="lacks orthogonalizes"):
         try_model(Bare, config)
+
+
+# -- an optimizer of one's own that needs matrices whole ---------------------------------------------------------------
+
+OWN = ("optimizer=ext", "optimizer.target=tests.fsdp.muon.whole:Shampoo")
+
+
+@pytest.mark.parametrize(
+    "words", ["sharding=optim_grads_params", "sharding=hsdp mesh=two_by_two", "engine=single mesh=one"]
+)
+def test_it_is_taken(words: str) -> None:
+    assert compose([*OWN, *words.split()]).typed.optimizer.target == OWN[1].partition("=")[2]
+
+
+def test_one_that_keeps_numbers_or_lists_cannot_be_saved() -> None:
+    config = small_config(optimizer__name=OptimizerName.ext, optimizer__target="tests.fsdp.muon.whole:Soap")
+    with pytest.raises(Unusable, match="keeps 'step' of a weight as a int"):
+        try_optimizer(Soap, config)
+
+
+ROOM = {"no room": Slip(optim, "make_room", "{}):", "{}) or True:", "State that a step would make has no place")}
+
+
+@pytest.mark.parametrize("name", each("Optimizers of one's own", ROOM))
+def test_state_without_a_place_is_found(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ROOM[name].put(monkeypatch)
+    config = exact(True, Strategy.no_shard)
+    config.engine.name, config.mesh.world_size = EngineName.single, 1
+    train(config, tmp_path, should_stop=stopping(2))
+    with pytest.raises(ValueError, match="unexpected optimizer/"):
+        train(config, tmp_path)

@@ -64,7 +64,7 @@ def the_engine_takes_the_optimizer(request: Request) -> Iterator[Violation]:
         yield Violation(
             f"optimizer.target={found.name}",
             "is not known to update each element on its own, and engine=native steps flat pieces of parameters",
-            fix="elementwise = True in the class if it does, or engine=ddp, engine=single",
+            fix="elementwise = True in the class if it does; needs_whole(param), if it needs some whole; or engine=ddp",
         )
 
 

@@ -136,6 +136,9 @@ class NativeEngine(Engine):
         optim.load_state(_rows_of(held), state)
         held.adopt()
 
+    def expect(self, held: Mapping[str, Tensor]) -> None:
+        optim.make_room(self.optimizer, dict(self.model.named_parameters()), held)
+
     def state(self) -> State:
         held, scale = self.model.sharded_state(), self.loss_scale
         scaling = {} if scale is None else {f"{LOSS_SCALE}{key}": value for key, value in scale.state_dict().items()}

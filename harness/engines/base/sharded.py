@@ -324,6 +324,9 @@ class ReplicatedEngine(ShardedEngine):
             return None
         return Seen(self.model, self.ranks.world_size, self.compute_dtype)
 
+    def expect(self, held: Mapping[str, Tensor]) -> None:
+        optim.make_room(self.local_optimizer, self.weights, held)
+
     def state(self) -> State:
         """State itself: plain tensors, DTensors of parts; moments only where this rank updates them."""
         held = {f"weights/{name}": self.planned.described(name, w.detach()) for name, w in self.weights.items()}

@@ -108,6 +108,8 @@ class OwnStep(MatrixStep):
         """A tensor of which the owner has all rows; elsewhere its shape alone counts."""
         is_here, whole = comm.rank == m.owner, torch.empty(value.shape, dtype=value.dtype, device="meta")
         local = value if is_here else value.new_empty(0, *value.shape[1:], device=comm.runtime.device)
+        if local.is_meta:  # to be loaded
+            local = torch.zeros_like(local, device=comm.runtime.device)
         spans = tuple((0, _rows(value.shape) * (rank == m.owner)) for rank in range(comm.size))
         cut = RaggedShard(spans, getattr(m.param, HOME)[0])
         return RaggedTensor.of(local, spec_like(whole, self._mesh(comm), [cut]))

@@ -78,7 +78,8 @@ def needs_whole_of(optimizer: Optimizer) -> Callable[[Tensor], bool] | None:
 def create_state(optimizer: Optimizer) -> dict[Tensor, dict[str, Tensor]]:
     """Create the state that torch would create in the first step, where it is missing: zeros, and a step count of 0.
 
-    The first update is unchanged. Names come from an attribute `entries` of the optimizer, or a table of torch's.
+    The first update is unchanged. Names come from an attribute `entries` of the optimizer, or a table of torch's. One
+    that needs parameters whole makes its own in its first step.
 
     Returns them by parameter and entry, not copied; nothing of other optimizers. NotImplementedError: the optimizer's
     state depends on the first gradient.
@@ -92,8 +93,9 @@ def create_state(optimizer: Optimizer) -> dict[Tensor, dict[str, Tensor]]:
     for group in optimizer.param_groups:
         create_state_of(optimizer, group)
         entries = _entries_of(optimizer, group)
-        trained = [param for param in group["params"] if param.requires_grad]
-        found |= {param: {entry: optimizer.state[param][entry] for entry in entries} for param in trained}
+        for param in (each for each in group["params"] if each.requires_grad):
+            held = optimizer.state.get(param, {})
+            found[param] = {entry: held[entry] for entry in entries if entry in held}
     return found
 
 
@@ -102,7 +104,7 @@ def begins_with_gradient(group: Mapping[str, Any]) -> bool:
 
 
 def create_state_of(optimizer: Optimizer, group: Mapping[str, Any]) -> None:
-    entries = _entries_of(optimizer, group)
+    entries = () if hasattr(optimizer, NEEDS_WHOLE) else _entries_of(optimizer, group)
     for param in (each for each in group["params"] if each.requires_grad and entries):
         held = optimizer.state[param]
         held.update({entry: _first(entry, group, param) for entry in entries if held.get(entry) is None})

@@ -11,6 +11,8 @@ from torch import Tensor
 class Shampoo(torch.optim.Optimizer):
     """Gupta et al. (2018), with grafted size; everything but matrices by sign. State: a tensor of shape [] counts."""
 
+    entries = ("step", "left", "right")
+
     def __init__(self, params: Any, lr: float = 0.01, weight_decay: float = 0.01) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
 
