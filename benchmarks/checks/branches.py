@@ -56,14 +56,9 @@ def measure(arguments: Sequence[str]) -> dict[str, Any]:
 def render(found: dict[str, Any]) -> str:
     rows = {**found["packages"], "all": {each: sum(row[each] for row in found["packages"].values()) for each in COUNTS}}
     cells = [
-        (
-            f"`{package}`",
-            f"{row['num_statements']:,}",
-            _share(row["covered_lines"], row["num_statements"]),
-            f"{row['num_branches']:,}",
-            _share(row["covered_branches"], row["num_branches"]),
-        )
+        (f"`{package}`", f"{lines:,}", _share(run, lines), f"{branches:,}", _share(taken, branches))
         for package, row in rows.items()
+        for lines, run, branches, taken in [[row[count] for count in COUNTS]]
     ]
     table = tables.markdown_table(["package", "statements", "run", "branches", "taken"], cells)
     return tables.made(PAGE, {"branches": f"pytest said: {found['tests']}.\n\n{table}"})

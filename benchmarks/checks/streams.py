@@ -49,12 +49,10 @@ def key_of(edge: Edge) -> str:
 
 
 def placeless(what: str) -> str:
-    """An operation without the number of its line."""
     return re.sub(r"(\.py):\d+", r"\1", what)
 
 
 def add(facts: Facts, ran: Mapping[Case, list[Verdict]]) -> None:
-    """Put into the data what cases found."""
     for case, ranks in ran.items():
         facts["trainings"] += 1
         facts["operations"] += ranks[0].num_operations
@@ -79,19 +77,9 @@ def begun(parts: int) -> Facts:
     held: Facts = tables.read(DATA, {})
     if parts and held.get("sources") == sources:
         return held
-    facts: Facts = {
-        "costs": costs(),
-        "sources": sources,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "parts": 0,
-        "of": PARTS,
-        "product": len(product()),
-        "trainings": 0,
-        "operations": 0,
-        "races": [],
-        "edges": {},
-    }
+    facts: Facts = {"costs": costs(), "sources": sources, "torch": torch.__version__}
+    facts |= {"python": platform.python_version(), "parts": 0, "of": PARTS, "product": len(product())}
+    facts |= {"trainings": 0, "operations": 0, "races": [], "edges": {}}
     add(facts, trained((*cover(), *OTHERS)))
     return facts
 
@@ -185,7 +173,6 @@ def _arm(row: Facts) -> tuple[str, str, str]:
 
 
 def edges(rows: Any) -> str:
-    """The table of edges, most used first."""
     head = ["edge", "what waits", "trainings with it", "of which race without it", "what breaks"]
     cells = []
     for row in sorted(rows, key=lambda row: -row["trainings"]):
@@ -208,7 +195,6 @@ def _short(what: str) -> str:
 
 
 def main() -> int:
-    """Record, and write data and page after every part."""
     parser = tables.parser(__doc__)
     parser.add_argument("--parts", type=int, default=0, help="parts of the product to add")
     parser.add_argument("--page", action="store_true", help="record nothing")

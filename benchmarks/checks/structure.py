@@ -50,7 +50,6 @@ def package_of(module: str, package: str) -> str:
 
 
 def circles(root: Path, package: str) -> list[tuple[str, str]]:
-    """Pairs of packages that import each other."""
     pairs = {
         (package_of(module, package), package_of(name, package))
         for module, path in modules(root, package).items()

@@ -149,7 +149,6 @@ class Side:
         return self._told()
 
     def close(self) -> None:
-        """Let the ranks end."""
         for rank in self.ranks:
             assert rank.stdin is not None
             rank.stdin.close()
@@ -159,7 +158,6 @@ class Side:
 
 @contextlib.contextmanager
 def exported(revision: str) -> Iterator[Path]:
-    """A folder with the files of a revision."""
     with tempfile.TemporaryDirectory() as folder:
         archive = subprocess.run(["git", "archive", revision], cwd=ROOT, check=True, stdout=subprocess.PIPE)
         subprocess.run(["tar", "-x", "-C", folder], input=archive.stdout, check=True)
@@ -183,7 +181,6 @@ def compare(base: Path, shape: str, names: Sequence[str], turns: int, steps: int
 
 
 def row(here: list[float], base: list[float]) -> dict[str, Any]:
-    """Medians, and their ratio."""
     ratio = peers_step.told(median_ratio(here, [base]))
     before, now = (round(statistics.median(each), 2) for each in (base, here))
     return {"turns": len(here), "base_ms": before, "here_ms": now, "ratio": ratio}
@@ -201,7 +198,6 @@ def starts(base: Path, shape: str, name: str) -> dict[str, float]:
 
 
 def page(facts: dict[str, Any]) -> str:
-    """The page of a record."""
     command = f"python benchmarks/costs/engine_versions.py --base {facts['base'][:8]}"
     lines = []
     for shape, regimes in facts["rows"].items():
@@ -227,13 +223,11 @@ def page(facts: dict[str, Any]) -> str:
 
 
 def revision_of(name: str) -> str:
-    """The full hash of a revision."""
     told = subprocess.run(["git", "rev-parse", name], cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
     return told.stdout.strip()
 
 
 def main() -> None:
-    """Compare all arms in every regime, print a table, keep the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base", default="f5f18313", help="revision to compare with (default: %(default)s)")
     parser.add_argument("--turns", type=int, default=36, help="of each version, 3 or more (default: %(default)s)")
@@ -246,7 +240,6 @@ def main() -> None:
         return serve(shape, names.split(";"), int(rank), int(port))
     if chosen.turns < 3:
         parser.error(f"--turns={chosen.turns} must be 3 or more: an interval needs three")
-    print(f"{'shape':8} {'regime':8} {'arm':28} {'base ms':>9} {'here ms':>9} {'here / base':>24}")
     revisions = {"base": revision_of(chosen.base), "here": revision_of("HEAD")}
     rows: dict[str, dict[str, dict[str, Any]]] = {}
     with exported(chosen.base) as base:
@@ -258,12 +251,9 @@ def main() -> None:
             found = rows.setdefault(shape, {})[regime] = {}
             for visit in visits:
                 found |= compare(base, shape, visit, chosen.turns, chosen.steps)
-            for told in found.values():
-                told["revision"] = revisions["here"]
             for name, told in found.items():
-                ratio = "{value:.3f} ({low:.3f}..{high:.3f})".format(**told["ratio"])
-                times = f"{told['base_ms']:9.2f} {told['here_ms']:9.2f}"
-                print(f"{shape:8} {regime:8} {name:28} {times} {ratio:>24}", flush=True)
+                told["revision"] = revisions["here"]
+                print(shape, regime, name, told, flush=True)
         for shape in () if chosen.only else rows:
             rows[shape][START] = {name: starts(base, shape, name) for name in peers_step.OURS}
             print(shape, START, {name: told["ratio"] for name, told in rows[shape][START].items()}, flush=True)

@@ -50,7 +50,8 @@ def main() -> int:
 
 
 def write(row: dict[str, Any], clone: Path) -> None:
-    commit, date = output(["git", "show", "-s", "--format=%H %cs", "HEAD"], clone).split()
+    command = ["git", "show", "-s", "--format=%H %cs", "HEAD"]
+    commit, date = subprocess.run(command, cwd=clone, capture_output=True, text=True, check=True).stdout.split()
     rows = {each["command"]: each for each in tables.read(DATA)["rows"]}
     rows[row["command"]] = row | {"commit": commit, "date": date}
     facts = {
@@ -127,10 +128,6 @@ def seconds_of_tests(report: Path) -> tuple[list[tuple[str, float]], list[str]]:
     }
     failed = [name for name, each in named.items() if {"failure", "error"} & {inner.tag for inner in each}]
     return [(name, float(each.get("time", 0))) for name, each in named.items()], failed
-
-
-def output(command: list[str], folder: Path) -> str:
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
 
 
 if __name__ == "__main__":

@@ -35,6 +35,8 @@ CELLS = {
     "fsdp2 optim_grads_params": (EngineName.fsdp2, Strategy.optim_grads_params),
     "ddp": (EngineName.ddp, Strategy.no_shard),
 }
+MODEL = {"dim": 512, "num_layers": 4, "ffn_dim": 1344, "vocab_size": 256, "max_seq_len": 2048}
+MODEL |= {"num_heads": 8, "num_kv_heads": 8}
 OURS = ("native no_shard", "native optim_grads_params")
 CELLS |= {f"{name}{kind}": CELLS[name] for kind in (IN_TWO, SMALL) for name in OURS}
 CELLS |= {f"native no_shard{kind}": CELLS["native no_shard"] for kind in (RUN, f"{SMALL}{RUN}")}
@@ -61,7 +63,9 @@ def one_cell(rank: int, name: str) -> list[Step]:
 
     loop.StepChecks = Opened  # type: ignore[misc, assignment] # in this process alone
     engine, strategy = CELLS[name]
+    sizes = MODEL | ({"dim": 256, "ffn_dim": 704} if SMALL in name else {})
     config = small_config(
+        **{f"model__{key}": size for key, size in sizes.items()},
         engine__name=engine,
         mesh__world_size=2,
         sharding__strategy=strategy,
@@ -78,11 +82,6 @@ def one_cell(rank: int, name: str) -> list[Step]:
     )
     if not name.endswith(RUN):
         config.measure.step_checks_share = 1.0
-    model = config.model
-    model.dim, model.ffn_dim = (256, 704) if SMALL in name else (512, 1344)
-    model.num_layers, model.vocab_size = 4, 256
-    model.num_heads = model.num_kv_heads = 8
-    model.max_seq_len = 2048
     ends: list[Step] = [Step(time.process_time(), 0.0)]
 
     def over(_: Any) -> None:
@@ -98,10 +97,8 @@ def summary(name: str) -> dict[str, Any]:
     if not name.endswith(RUN):
         steps = steps[WARMUP:]
         looked = median_ratio([each.wall for each in steps], [[each.wall - each.looking for each in steps]])
-        return {
-            "step_s": round(statistics.median(each.wall - each.looking for each in steps), 3),
-            "looked": share(looked),
-        }
+        step_s = round(statistics.median(each.wall - each.looking for each in steps), 3)
+        return {"step_s": step_s, "looked": share(looked)}
     return {"run": over_run(steps, looked_at=sum(each.looking > 1e-3 for each in steps))}
 
 
@@ -142,11 +139,8 @@ def main() -> None:
         found[name] = summary(name) | {"load_average": {"before": load, "after": os.getloadavg()[0]}}
         print(name, found[name], flush=True)
     if names == list(CELLS):
-        told = {
-            "weights": f"12.7 M, or what{SMALL} says; fp32",
-            "tokens_a_rank": SEQUENCES // 2 * SEQ_LEN,
-            "cells": found,
-        }
+        weights, tokens = f"12.7 M, or what{SMALL} says; fp32", SEQUENCES // 2 * SEQ_LEN
+        told = {"weights": weights, "tokens_a_rank": tokens, "cells": found}
         tables.write("step_checks_cost.json", told | {"versions": tables.versions("torch"), "cores": os.cpu_count()})
 
 

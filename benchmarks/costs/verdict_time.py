@@ -122,11 +122,8 @@ def timed(expected: int, *words: str) -> dict[str, Any]:
     spread = {
         name: round(of(seconds), 2) for name, of in (("median", statistics.median), ("least", min), ("most", max))
     }
-    return {
-        "answer": done.stderr.partition("\n")[0].split(":")[0],
-        "processor_s": spread,
-        "megabytes": round(max(megabytes)),
-    }
+    answer = done.stderr.partition("\n")[0].split(":")[0]
+    return {"answer": answer, "processor_s": spread, "megabytes": round(max(megabytes))}
 
 
 def of_compare(root: Path) -> dict[str, Any]:

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from benchmarks.costs.step_checks_cost import RUN_STEPS, SEQ_LEN, SEQUENCES, WARMUP, Step, figures, over_run
+from benchmarks.costs.step_checks_cost import MODEL, RUN_STEPS, SEQ_LEN, SEQUENCES, WARMUP, Step, figures, over_run
 from benchmarks.pages import tables
 from harness.capture import watch
 from harness.models.workload import workload_for
@@ -37,8 +37,7 @@ CELLS = ("fsdp2", "ddp")
 
 
 def model_of(name: str) -> nn.Module:
-    sizes = {"dim": 512, "num_layers": 4, "ffn_dim": 1344, "vocab_size": 256, "max_seq_len": 2048}
-    config = small_config(**{f"model__{key}": n for key, n in (sizes | {"num_heads": 8, "num_kv_heads": 8}).items()})
+    config = small_config(**{f"model__{key}": size for key, size in MODEL.items()})
     workload = workload_for(config)
     net = workload.build("cpu", torch.float32)
     with torch.no_grad():

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.pages.tables import DOCS, made
+from benchmarks.pages.tables import DOCS, made, markdown_table
 from harness.config.schema import Dtype, DtypeConfig
 from harness.engines.protocol import TORCH_DTYPES
 from harness.fsdp import Fp8, Fp8Linear, MixedPrecisionPolicy, Strategy, fully_shard
@@ -30,13 +30,8 @@ from tests.support.spawn import run_ranks
 PAGE = DOCS / "dtypes.md"
 STATIONS = ("forward", "unreduced", "sent", "summed", "sums sent", "kept", "stepped")
 HEADINGS = (
-    "weights in the forward",
-    "gradient before encode",
-    "on the wire",
-    "running sum over ranks",
-    "second leg of an all-reduce",
-    "main gradient",
-    "stepped weights",
+    *("weights in the forward", "gradient before encode", "on the wire", "running sum over ranks"),
+    *("second leg of an all-reduce", "main gradient", "stepped weights"),
 )
 EXTRA = {
     "fp16_comm": ("fp16", "fp32", "fp32", "fp16", None),
@@ -166,14 +161,12 @@ def asked(d: DtypeConfig) -> str:
 
 
 def page(found: dict[str, dict[str, Trace]]) -> str:
-    lines = []
-    head = f"| strategy | {' | '.join(HEADINGS)} |"
+    parts = []
     for name, d in policies().items():
-        lines += ["", f"## {name}", "", f"`{asked(d)}`", "", head, "|" + "---|" * (len(HEADINGS) + 1)]
-        for strategy, trace in found[name].items():
-            cells = [" and ".join(sorted(trace[station])) or "-" for station in STATIONS]
-            lines.append(f"| `{strategy}` | {' | '.join(cells)} |")
-    return made(PAGE, {"policies": "\n".join(lines[1:])})
+        cells = {s: [" and ".join(sorted(trace[each])) or "-" for each in STATIONS] for s, trace in found[name].items()}
+        rows = [(f"`{strategy}`", *row) for strategy, row in cells.items()]
+        parts.append(f"## {name}\n\n`{asked(d)}`\n\n{markdown_table(('strategy', *HEADINGS), rows)}")
+    return made(PAGE, {"policies": "\n\n".join(parts)})
 
 
 def main(run: Callable[..., list[Any]] = run_ranks) -> str:

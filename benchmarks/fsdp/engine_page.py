@@ -75,7 +75,6 @@ def _route(steps: tuple[Step, ...]) -> str:
 
 
 def sent_table() -> str:
-    """Bytes sent, in letters."""
     rows = []
     for inner in Strategy:
         for outer in (None, *OuterStrategy):
@@ -86,7 +85,6 @@ def sent_table() -> str:
 
 
 def kept_table() -> str:
-    """Bytes kept, in letters."""
     rows = [
         (f"`{inner.name}`", *(kept_formula(Placements.of(inner, outer)) for outer in OuterStrategy))
         for inner in Strategy
@@ -125,7 +123,6 @@ def lcm_padding(specs: list[ParamSpec], num_ranks: int) -> float:
 
 
 def padding() -> str:
-    """Padding of one block, by ranks."""
     specs = next(each for name, each in llama_units().items() if name.endswith("0") and len(each) > 2)
     rows = []
     for num_ranks in (8, 64, 256, 512, 1024):
@@ -136,7 +133,6 @@ def padding() -> str:
 
 
 def example() -> str:
-    """Bytes sent and kept by one rank, for all pairs."""
     units = layouts(INNER)
     moved, last = sum(each.comm_numel for each in units), units[-1].comm_numel
     largest = max(each.bucket_numel for each in units)
@@ -156,7 +152,6 @@ def example() -> str:
 
 
 def fixed_point() -> str:
-    """Range and resolution of exact sums."""
     heads = ["exact_bits", "resolution", "an element of a microbatch stays below, with 64 terms", "with 4096 terms"]
     rows = [
         (bits, f"{2.0**-bits:.2g}", *(f"{FixedPoint(bits, terms).limit:g}" for terms in (64, 4096)))
@@ -166,7 +161,6 @@ def fixed_point() -> str:
 
 
 def unbuilt() -> str:
-    """Arguments of megatron-fsdp that are refused."""
     rows = [(f"`{name}`", f"`{value}`") for name, value in UNBUILT.items()]
     return markdown_table(["argument", "accepted value, which asks for nothing"], rows)
 

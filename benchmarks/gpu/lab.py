@@ -45,7 +45,6 @@ class Setting:
 
     @property
     def on_cuda(self) -> bool:
-        """Whether there is a device to accept."""
         return self.device == "cuda"
 
 
@@ -63,11 +62,7 @@ class Lab:
     began: float = field(default_factory=time.monotonic)
 
     def call(self, *words: str, environment: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-        """Run a command of this project, and note it.
-
-        Raises:
-            OutOfTime: the piece has no time left, or ran out of it meanwhile.
-        """
+        """Run a command of this project, and note it. Raises `OutOfTime`: the piece has, or had, none left."""
         now = time.monotonic()
         left = min(self.began + self.setting.limit_s, self.setting.until) - now
         if left <= 0:
@@ -95,29 +90,20 @@ class Lab:
         return {**device, **ours, "PYTHONPATH": path}
 
     def train(self, *overrides: str, must: bool = True, environment: Mapping[str, str] | None = None) -> int:
-        """Run a cell, or with comma lists a set of them; those that are done already are not run again.
+        """Run a cell, or with comma lists a set of them, but for what is done already; returns the exit code.
 
-        Args:
-            overrides: as after run.py, beside the piece's own.
-            must: whether a failure is a finding.
-            environment: further variables for the ranks.
-
-        Returns:
-            The exit code.
+        Args: overrides: beside the piece's own. must: a failure is a finding. environment: further variables of ranks.
         """
         several = any("," in word and "[" not in word for word in overrides)
         limit = [] if any(word.startswith(HANG_S) for word in overrides) else [f"{HANG_S}={HANG_LIMIT_S}"]
-        words = (*(["-m"] if several else []), *self._common(), *limit, *overrides)
+        setting = self.setting
+        where = [f"launch.root={setting.store}", f"cluster.device={setting.device}", "launch.rerun=stale"]
+        words = (*(["-m"] if several else []), f"study.name={self.piece}", *where, *limit, *overrides)
         done = self.call("run.py", *words, environment=environment)
         if done.returncode and must:
             last = (done.stderr.strip() or done.stdout.strip())[-TAIL:]
             self.failed.append({"command": self.commands[-1], "exit_code": done.returncode, "words": last})
         return done.returncode
-
-    def _common(self) -> list[str]:
-        setting = self.setting
-        where = [f"launch.root={setting.store}", f"cluster.device={setting.device}", "launch.rerun=stale"]
-        return [f"study.name={self.piece}", *where]
 
     def runs(self, **wanted: Any) -> list[Path]:
         """Directories of this piece's runs whose configuration has these values, as `group__key=value`."""

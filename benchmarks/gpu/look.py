@@ -12,18 +12,8 @@ from typing import Any
 from harness.store.interpreter import NEEDED
 
 MODULES = (
-    *NEEDED,
-    "yaml",
-    "harness.cli.main",
-    "harness.parity.judgement",
-    "harness.bench.record",
-    "harness.worker",
-    "harness.train",
-    "harness.engines.adapters.single",
-    "harness.engines.adapters.native",
-    "harness.engines.adapters.ddp",
-    "harness.engines.adapters.fsdp2",
-    "harness.engines.adapters.fsdp1",
+    *(*NEEDED, "yaml", "harness.cli.main", "harness.parity.judgement", "harness.bench.record", "harness.worker"),
+    *("harness.train", *(f"harness.engines.adapters.{name}" for name in ("single", "native", "ddp", "fsdp2", "fsdp1"))),
 )
 PEERS = ("megatron_fsdp", "deepspeed")
 """May be missing: what asks for them is then left out."""
@@ -80,7 +70,6 @@ def devices() -> dict[str, Any]:
 
 
 def driver() -> str | None:
-    """The driver's version; None where there is none."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         told = subprocess.run(command, capture_output=True, text=True, check=False).stdout.split()

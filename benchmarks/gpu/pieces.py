@@ -33,7 +33,6 @@ class Piece(NamedTuple):
 
 
 def small(setting: Setting) -> list[str]:
-    """Sizes of cells that are judged."""
     if setting.tiny:
         sizes = ("model.dim=32", "model.num_layers=2", "model.ffn_dim=64", "data.seq_len=16", "train.steps=4")
         return [*sizes, "train.global_batch_size=8", "train.microbatch_size=2", "ckpt=none"]
@@ -41,7 +40,6 @@ def small(setting: Setting) -> list[str]:
 
 
 def imports(lab: Lab) -> Facts:
-    """Everything loads, and the devices are there."""
     done = lab.call("benchmarks/gpu/look.py", lab.setting.device)
     told = last_object(done.stdout)
     if done.returncode or not told:
@@ -51,7 +49,6 @@ def imports(lab: Lab) -> Facts:
 
 
 def one_rank(lab: Lab) -> Facts:
-    """Engines on one rank against one process in fp64."""
     common = ["mesh=one", *small(lab.setting)]
     lab.train("engine=single", "dtype=fp64", *common)
     for dtype in ("fp32", "bf16"):
@@ -63,7 +60,6 @@ def one_rank(lab: Lab) -> Facts:
 
 
 def odd(lab: Lab) -> Facts:
-    """A collection of awkward modules, and the same run twice under numerics=deterministic."""
     common = ["mesh=one", *small(lab.setting)]
     awkward = [word for word in common if not word.startswith("model.")]
     lab.train("engine=single", "model=odd", "dtype=fp64", *awkward)
@@ -78,7 +74,6 @@ def odd(lab: Lab) -> Facts:
 
 
 def interrupted(lab: Lab) -> Facts:
-    """A run that is stopped and goes on with every bit."""
     common = [word for word in small(lab.setting) if not word.startswith("ckpt")]
     cell = ["mesh=one", "numerics=deterministic", "ckpt.every=2", *common]
     lab.train(*cell)
@@ -91,7 +86,6 @@ def interrupted(lab: Lab) -> Facts:
 
 
 def sanitizer(lab: Lab) -> Facts:
-    """torch's watch for kernels that touch a tensor on two streams with nothing between them, over every strategy."""
     short = [word for word in small(lab.setting) if not word.startswith("train.steps")]
     watch = {"TORCH_CUDA_SANITIZER": "1"} if lab.setting.on_cuda else {}  # a torch without CUDA fails under it
     codes = {}
@@ -113,7 +107,8 @@ def times(model: str, batch: int, seq_len: int, blocks: int) -> Callable[[Lab], 
         micro = f"train.microbatch_size={batch if not lab.setting.tiny else 8}"
         common = ["mesh=one", "measure=bench", "dtype=bf16", "data=synthetic", micro, *sizes, *steps]
         arms = [("engine=native", ALL), ("engine=ddp", ""), ("engine=fsdp2", SHARDED)]
-        arms += [("engine=megatron_fsdp", "sharding=no_shard,optim")] if _has_megatron(lab) else []
+        if not lab.call("-c", "import megatron_fsdp").returncode:
+            arms.append(("engine=megatron_fsdp", "sharding=no_shard,optim"))
         lab.so_far = lambda: {"rows": _rows(lab)}
         for block in range(1 if lab.setting.tiny else blocks):
             for engine, sharding in arms[block % len(arms) :] + arms[: block % len(arms)]:  # no arm is always first
@@ -151,7 +146,6 @@ def user_buffers(lab: Lab) -> Facts:
 
 
 def eight_bits(lab: Lab) -> Facts:
-    """FP8 products, where this torch and this device have them: element by element, then in trainings."""
     done = lab.call("benchmarks/gpu/products.py", lab.setting.device)
     if done.returncode:
         lab.failed.append({"command": lab.commands[-1], "exit_code": done.returncode, "words": done.stderr[-2000:]})
@@ -173,7 +167,6 @@ def eight_bits(lab: Lab) -> Facts:
 
 
 def hang(lab: Lab) -> Facts:
-    """A rank that stops: the run ends within its limit, and says which ranks waited where."""
     limit_s = 60 if lab.setting.on_cuda else 12
     stall = ["measure.callbacks=[benchmarks.gpu.stall:Stall]", f"launch.hang_timeout_s={limit_s}", "ckpt=none"]
     code = lab.train(*_several(lab), *stall, *small(lab.setting)[:-1], must=False)
@@ -220,11 +213,6 @@ def _against_fp64(lab: Lab, apart: Sequence[Path] = ()) -> list[Facts]:
     return lab.verdicts(control[0], done, wanted=AGREES) if control else []
 
 
-def _has_megatron(lab: Lab) -> bool:
-    done = lab.call("-c", "import megatron_fsdp")
-    return done.returncode == 0
-
-
 def _rows(lab: Lab) -> list[Facts]:
     """Each arm over its blocks: medians, and the rank's device memory."""
     from harness.bench.record import Process, load
@@ -254,10 +242,8 @@ def _row(blocks: list[Any]) -> Facts:
 
 
 def _largest(values: Any) -> int | None:
-    found = [value for value in values if value is not None]
-    return max(found) if found else None
+    return max((value for value in values if value is not None), default=None)
 
 
 def files(out: Path) -> dict[str, Path]:
-    """Where each piece writes, by name."""
     return {piece.name: out / f"{piece.name}.json" for piece in PIECES}

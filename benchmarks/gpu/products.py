@@ -28,13 +28,11 @@ SIZES = ((256, 512, 384), (40, 1024, 2048), (1024, 256, 4096))
 
 
 def main(device: torch.device) -> list[dict[str, Any]]:
-    """A row for each pair of tiles."""
     torch.manual_seed(0)
     return [row(kind, a, b, device) for kind in KINDS for a in kind.tiles[0] for b in kind.tiles[1]]
 
 
 def row(kind: Kind, a: Tile, b: Tile, device: torch.device) -> dict[str, Any]:
-    """What a device makes of matrices of these tiles."""
     built = kind.is_built(device) if device.type == "cuda" else kind is TENSORWISE
     found: dict[str, Any] = {"kind": kind.name, "tiles": [str(a), str(b)], "built": built}
     if not built:

@@ -16,11 +16,7 @@ FOLDER, UNPACKED = "wheels_gpu", "unpacked"
 
 
 def bring(root: Path) -> list[str]:
-    """Unpack what is missing of the wheels under `root`; returns the names of those packages.
-
-    Raises:
-        zipfile.BadZipFile: a wheel is damaged.
-    """
+    """Unpack what is missing of the wheels under `root`; returns the names of those packages."""
     folder = root / FOLDER
     target = folder / UNPACKED
     found = {wheel.name.partition("-")[0]: wheel for wheel in sorted(folder.glob("*.whl"))}

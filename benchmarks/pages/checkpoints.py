@@ -80,14 +80,8 @@ def _kills(part: dict[str, Any]) -> str:
     torn, held = (sum(kill[key] for kill in kills) for key in ("torn", "holds"))
     newer = sum(kill["step"] == kill["begun"] for kill in kills)
     moments = sorted(1e3 * kill["seconds"] for kill in kills)
-    head = (
-        "kills",
-        "left an unfinished folder",
-        "loaded the last step reported saved",
-        "or the one being saved",
-        "right",
-    )
-    table = markdown_table(head, [(len(kills), torn, len(kills) - newer, newer, held)])
+    head = ("kills", "left an unfinished folder", "loaded the last step reported saved", "or the one being saved")
+    table = markdown_table((*head, "right"), [(len(kills), torn, len(kills) - newer, newer, held)])
     when = f"{moments[0]:.1f} to {moments[-1]:.1f} ms, median {moments[len(moments) // 2]:.1f} ms"
     return f"{table}\n\nMoments of the kills after the save began: {when}."
 

@@ -27,9 +27,7 @@ def main(argv: list[str]) -> int:
     """Read the study and write both files; returns the report's exit code, or 2 where there is nothing to show."""
     parser = tables.parser(__doc__)
     parser.add_argument("--root", default="runs", metavar="DIR", help="where runs are stored (default: runs)")
-    parser.add_argument(
-        "--out", default=str(ROOT), metavar="DIR", help="the checkout to write into (default: this one)"
-    )
+    parser.add_argument("--out", default=str(ROOT), metavar="DIR", help="checkout to write into (default: this one)")
     arguments = parser.parse_args(argv)
     try:
         found = report(arguments.root, STUDY)

@@ -31,7 +31,6 @@ def read() -> dict[str, Facts]:
 
 
 def page(results: dict[str, Facts]) -> str:
-    """The page with its parts made again."""
     pieces = [(f"`{piece.name}`", piece.asks, *outcome(results.get(piece.name))) for piece in PIECES]
     parts = {"pieces": markdown_table(["piece", "what it asks", "what it found", "on", "seconds"], pieces)}
     return made(PAGE, parts | {name: rows(results.get(name)) for name in TIMED})

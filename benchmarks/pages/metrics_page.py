@@ -12,7 +12,6 @@ PAGE = DOCS / "metrics.md"
 
 
 def guide() -> str:
-    """The reference as Markdown: a row for each metric."""
     rows = [
         (f"`{m.path}`", m.unit or "-", m.meaning, "cost" if m.cost else "same bits", "yes" if m.synced else "no")
         for m in METRICS

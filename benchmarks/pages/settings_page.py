@@ -17,7 +17,6 @@ PAGE = DOCS / "configuration.md"
 
 
 def guide() -> str:
-    """The configuration guide as Markdown: a table a group."""
     parts = []
     for group, sentence in groups().items():
         mine = (each for path, each in settings().items() if path.startswith(f"{group}."))

@@ -21,13 +21,8 @@ from harness.parity.telling.render import TABLE
 
 STUDY = "usual_ratios"
 CELL = (
-    "train.steps=12",
-    "train.warmup_steps=0",
-    "train.global_batch_size=8",
-    "data.seq_len=32",
-    "model.num_layers=2",
-    "ckpt=none",
-    f"study.name={STUDY}",
+    *("train.steps=12", "train.warmup_steps=0", "train.global_batch_size=8", "data.seq_len=32", "model.num_layers=2"),
+    *("ckpt=none", f"study.name={STUDY}"),
 )
 LAYOUTS = (
     ("sharding=no_shard,optim_grads,optim_grads_params", "train.microbatch_size=2"),

@@ -121,7 +121,6 @@ _record = lru_cache(maxsize=96)(load)
 def judged(
     chosen: Sequence[ClassPair], cells: Mapping[tuple[str, ...], Cell], root: Path
 ) -> Iterator[dict[str, object]]:
-    """A row for each pair, as `COLUMNS`."""
     for pair in chosen:
         arm, control = (root / classes.STUDY / directory_name(cells[each].config) for each in (pair.arm, pair.control))
         row = {"kind": pair.kind, "name": pair.name, "world": pair.world, "against": pair.against, "step": pair.step}
@@ -136,12 +135,8 @@ def judged(
         if pair.against == "twin":
             key = "final_weights"
             row |= {"acts": left.columns != right.columns or left.summary.get(key) != right.summary.get(key)}
-        yield {
-            **row,
-            "outcome": verdict.outcome.value,
-            "sentence": verdict.sentence,
-            **claimed(verdict.sentence, control),
-        }
+        row |= {"outcome": verdict.outcome.value, "sentence": verdict.sentence}
+        yield row | claimed(verdict.sentence, control)
 
 
 def claimed(sentence: str, control: Path) -> dict[str, object]:
@@ -160,11 +155,7 @@ def claimed(sentence: str, control: Path) -> dict[str, object]:
         first_stage, last = each["first"] or each["last"], each["last"]
         if last in STAGES and first_stage in STAGES:
             stages |= {*STAGES[STAGES.index(first_stage) : STAGES.index(last) + 1]}
-    told = {
-        "claimed": bool(own) and bool(steps),
-        "steps": " ".join(map(str, steps)),
-        "stages": " ".join(sorted(stages)),
-    }
+    told = {"claimed": bool(own and steps), "steps": " ".join(map(str, steps)), "stages": " ".join(sorted(stages))}
     return told | {"every": "at every step" in sentence}
 
 

@@ -99,15 +99,7 @@ PLAIN = ((ZERO3,), (ZERO1,))
 OWN = (f"train.seed={SEED}", "train.min_lr_ratio=0.1")
 """Of all runs with faults and what they are held against: no step is one without an update."""
 
-SEEDS = {
-    "fp32": (40, 41),
-    "sgd": (42,),
-    "hot": (43,),
-    "bf16": (46, 47),
-    "bf16_pure": (48,),
-    "moe": (50,),
-    "fp8": (49,),
-}
+SEEDS = {"fp32": (40, 41), "sgd": (42,), "hot": (43,), "bf16": (46, 47), "bf16_pure": (48,), "moe": (50,), "fp8": (49,)}
 """Of clean groups."""
 ONE = ("sharding=no_shard", "mesh.world_size=1")
 ARMS = {

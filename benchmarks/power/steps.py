@@ -31,15 +31,9 @@ PREEMPT_AT = 4
 """Step after which a run that is to be resumed is interrupted."""
 
 BASE = (
-    f"study.name={STUDY}",
-    "train.steps=8",
-    "train.warmup_steps=0",
-    "train.global_batch_size=8",
-    "train.microbatch_size=4",
-    "data.seq_len=32",
-    "ckpt=none",
-    "measure.capture_steps=[1,2,3]",
-    "measure.update_steps=[1,2,3]",
+    *(f"study.name={STUDY}", "train.steps=8", "train.warmup_steps=0", "train.global_batch_size=8"),
+    *("train.microbatch_size=4", "data.seq_len=32", "ckpt=none"),
+    *("measure.capture_steps=[1,2,3]", "measure.update_steps=[1,2,3]"),
 )
 
 
@@ -108,8 +102,7 @@ def _tried_here() -> Iterator[None]:
 def compose_all(wanted: Iterable[tuple[str, ...]], extra: tuple[str, ...] = ()) -> dict[tuple[str, ...], Cell]:
     """Cells by their overrides, composed and checked; `extra` is added to each.
 
-    Raises:
-        BadRequest: with the violations of the first cell that has any.
+    Raises `BadRequest`, with the violations of the first cell that has any.
     """
     from hydra import initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
@@ -129,12 +122,7 @@ def carry_out(pairs: Sequence[Pair], root: str) -> dict[tuple[str, ...], Cell]:
     """Run what is missing of these pairs' runs; returns every cell by its overrides.
 
     What is to be resumed is interrupted first, and then taken up again. A run that fails is left so: the verdict on its
-    pair says it.
-
-    Raises:
-        BadRequest: a cell cannot be run; nothing was started.
-        Busy: another process runs some of them.
-        KeyboardInterrupt: Ctrl-C; asked again, runs that are done are used again.
+    pair says it. Raises `BadRequest`: a cell cannot be run, nothing was started. `Busy`: another process runs some.
     """
     from harness.launch.submit import submit
 
