@@ -166,11 +166,16 @@ class RaggedTensor(DTensor):
         return _restored, (local_tensor(self).detach(), spec_of(self), self.requires_grad)
 
     def untyped_storage(self) -> torch.UntypedStorage:
+        name = self.cut.name or "a sharded tensor"
+        if torch.compiler.is_compiling():
+            raise RuntimeError(
+                f"{name} has this rank's rows only: give the optimizer to fully_shard_optimizer(model, optimizer)"
+                " before its step is compiled"
+            )
         raise RuntimeError(
-            f"a file of {self.cut.name or 'a sharded tensor'} would have this rank's rows only: save whole tensors on"
+            f"a file of {name} would have this rank's rows only: save whole tensors on"
             " one rank, {name: value.full_tensor() for name, value in model.state_dict().items()} (collective), or what"
-            " every rank has by torch.distributed.checkpoint; to compile an optimizer's step, give the optimizer to"
-            " fully_shard_optimizer(model, optimizer) first"
+            " every rank has by torch.distributed.checkpoint"
         )
 
     def storage(self) -> Any:
@@ -240,10 +245,11 @@ class GatheredView(DTensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override] # a C function in torch
         if schema_of(func).is_mutable and isinstance(args[0], GatheredView):
+            name = getattr(args[0], "_name", "a sharded tensor")
             raise NotImplementedError(
-                f"{func} on a view of {getattr(args[0], '_name', 'a sharded tensor')}: its rows lie on several ranks"
-                " and the view is a copy; edit parameter.full_tensor() (collective), then parameter.copy_(it); an"
-                " optimizer that does this, as torch.optim.Muon, goes to fully_shard_optimizer(model, optimizer)"
+                f"{func} writes to a copy of {name}, gathered from several ranks, and would be lost: an optimizer that"
+                " does this, as torch.optim.Muon, goes to fully_shard_optimizer(model, optimizer); else edit"
+                " parameter.full_tensor() (collective), then parameter.copy_(it)"
             )
         plain = next((e for e in tree_leaves((args, kwargs)) if type(e) is Tensor and e.numel() > 1), None)
         if plain is not None:

@@ -127,10 +127,10 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     ),
     "a declaration that is no function": (lambda m: declared(m, needs_whole=True), "needs_whole is True: give a func"),
     "a tall matrix in a Muon that was not handed over": (
-        lambda m: unbound(m).step(), "torch.optim.Muon, goes to fully_shard_optimizer(model, optimizer)",
+        lambda m: unbound(m).step(), "would be lost: an optimizer that does this, as torch.optim.Muon, goes to fully_",
     ),
     "a compiled step of a Muon that was not handed over": (
-        lambda m: torch.compile(unbound(m).step)(), "give the optimizer to fully_shard_optimizer(model, optimizer)",
+        lambda m: torch.compile(unbound(m).step)(), "first.weight has this rank's rows only: give the optimizer to",
     ),
     "exact bits of 16-bit main weights": (
         lambda m: narrow(),
