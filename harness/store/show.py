@@ -46,7 +46,7 @@ def _shown(run: RunDir, jobs: JobProbe | None) -> str:
         _field("state", "new, never started" if found is None else f"{found.state.value}: {found.reason}"),
         *_job(run, found),
         _field("attempts", _attempts(run.attempts())),
-        *([_field("mirror", found.mirror)] if found is not None and found.mirror else []),
+        *([_field("wandb", found.wandb)] if found is not None and found.wandb else []),
         *([_field("record", condition)] if (condition := checksums.condition(run.path)) else []),
         *(_field("asked", override) for override in run.overrides()),
         *([_field("notes", notes)] if (notes := run.config().get("notes")) else []),

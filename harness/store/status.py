@@ -81,7 +81,7 @@ class Status:
     submission: str = ""
     """Token in the SLURM job's name, written before sbatch, so that a crash between the two loses nothing."""
     index: int = 0
-    mirror: str = ""
+    wandb: str = ""
     """Why the wandb copy of this attempt failed; may be empty."""
     steps: int = 0
     """Steps of the run, so that a table of a thousand runs reads no configuration; 0: unknown."""
@@ -105,6 +105,7 @@ def read(run: Path) -> Status | None:
         return None
     try:
         age_s(raw.get("updated", ""))
+        raw.setdefault("wandb", raw.get("mirror", ""))  # as versions before named it
         known = {name: raw[name] for name in _FIELDS if name in raw}  # a newer version may have written more
         return Status(**{**known, "state": State(raw["state"]), "keeper": Keeper(raw["keeper"])})
     except (TypeError, ValueError) as error:

@@ -23,7 +23,7 @@ from harness.store.reading import read_text
 
 CLOSE_S, HURRY_S = 60.0, 10.0
 """Seconds to wait for the copy, of a done run, and of one that must make room."""
-LOG = "mirror.log"
+LOG = "wandb_sync.log"
 
 
 class WandbSync:
@@ -79,7 +79,7 @@ class WandbSync:
         text = f"wandb copy: {why}; the record is whole without it: {again}"
         self._warn(text)
         with contextlib.suppress(OSError, StoreError):
-            status.note(self._run_dir, mirror=text)
+            status.note(self._run_dir, wandb=text)
 
 
 def _start(run_dir: Path, mode: WandbMode) -> subprocess.Popen[bytes]:

@@ -263,7 +263,7 @@ def _plant(path: Path) -> None:
     elif path.suffix in (".json", ".yaml"):
         found = yaml.safe_load(path.read_text())
         if path.name == "status.json":
-            found |= {"state": "failed", "reason": "why", "mirror": "m", "host": "h", "job": "7"}
+            found |= {"state": "failed", "reason": "why", "wandb": "m", "host": "h", "job": "7"}
         path.write_text(json.dumps(_planted(found)))
     else:
         path.write_text(f"{path.read_text() if path.exists() else ''}{ESCAPES}x={ESCAPES}\n")

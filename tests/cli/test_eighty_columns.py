@@ -199,9 +199,10 @@ def test_what_comes_after_runs_that_are_no_study_is_no_verdict(
 
 
 def test_a_status_without_a_copy_is_read(tmp_path: Path) -> None:
-    """As earlier versions wrote it."""
-    written = status.write(tmp_path, Status(State.running, "r", 0))
+    """As earlier versions wrote it; later ones under the name `mirror`."""
+    written = status.write(tmp_path, Status(State.running, "r", 0, wandb="why"))
     edit_json(tmp_path / "status.json")
-    text = (tmp_path / "status.json").read_text().replace('  "mirror": "",\n', "")
-    (tmp_path / "status.json").write_text(text)
-    assert status.read(tmp_path) == written
+    text = (tmp_path / "status.json").read_text()
+    for before, read in (('"mirror": "why",', written), ("", replace(written, wandb=""))):
+        (tmp_path / "status.json").write_text(text.replace('"wandb": "why",', before))
+        assert status.read(tmp_path) == read

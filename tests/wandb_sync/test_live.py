@@ -201,7 +201,7 @@ def test_two_files_of_one_run_are_found(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_run_of_three_attempts_copies_itself_and_leaves_no_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Preempted after steps 1 and 2, each time a new mirror: one file, one id, every line once and to the last bit."""
+    """Preempted after steps 1 and 2, each time a new process: one file, one id, every line once and to the last bit."""
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     monkeypatch.setenv("WANDB_MODE", "offline")  # decides: `online` is asked for below
     run = RunDir(tmp_path / "adhoc" / "arm-01234567")
@@ -244,8 +244,8 @@ def test_a_copy_that_fails_is_told_and_training_goes_on(
     assert told in said
     present = status.read(run.path)
     assert present is not None
-    assert told in present.mirror
-    assert "python -m harness sync" in present.mirror
+    assert told in present.wandb
+    assert "python -m harness sync" in present.wandb
 
 
 def test_a_copy_that_hangs_is_left_behind(
