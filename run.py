@@ -31,16 +31,15 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from harness.cli.arguments import Arguments, read_arguments
-from harness.cli.failure import REQUEST_ERRORS, exit_code, listen_to_interrupts, tell
-from harness.cli.streams import standard_streams
-from harness.cli.verbs import request_help
+from harness.cli.failure import REQUEST_ERRORS, exit_code, listen_to_interrupts, standard_streams, tell
+from harness.cli.main import request_help
 from harness.config.catalog import ROOT
 from harness.config.compose import Cell, compose, compose_cell, register
 from harness.config.errors import refuse
 from harness.store import commands
 from harness.store.rank_place import STOP_SIGNALS, RankPlace, rank_place
 from harness.store.screen import unfiltered
-from harness.study.expand import register as register_study
+from harness.study.cells import register as register_study
 from harness.study.rendezvous import LINGER_S, Answer, ask, lead, publish, rendezvous_folder, shared_root
 from harness.study.replay import replay_run
 from harness.study.request import JobFailed, carry_out, refuse_study, run_job
@@ -73,7 +72,7 @@ def main(argv: list[str]) -> int:
             return request(arguments)
     except JobFailed as error:
         print(error, file=sys.stderr)
-        return error.exit_code
+        return int(error.args[0])
     except REQUEST_ERRORS as error:
         return _told(error, argv) if place is None or place.rank == 0 else exit_code(error)
     except KeyboardInterrupt:

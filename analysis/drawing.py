@@ -1,3 +1,3 @@
-"""`harness.analysis.drawing` under the name that a checkout's notebooks use."""
+"""`harness.analysis.plot` under another name that a checkout's notebooks use."""
 
-from harness.analysis.drawing import *  # noqa: F403
+from harness.analysis.plot import *  # noqa: F403

@@ -10,9 +10,9 @@ import pandas as pd
 from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 
-from harness.analysis import drawing, judge, load, plot, stats
-from harness.analysis.drawing import COLOURS, CONTROL, MARKERS, MIB, Style
+from harness.analysis import judge, load, plot, stats
 from harness.analysis.judge import Study
+from harness.analysis.plot import COLOURS, CONTROL, MARKERS, MIB, Style
 from harness.store.rundir import RunDir
 
 PANELS, LINES, ROWS = 24, len(COLOURS) * len(MARKERS), 48
@@ -37,13 +37,13 @@ def _curves(study: Study, steps: pd.DataFrame) -> Iterator[Drawn]:
         every, styles = _every_and_some(study, steps, LINES)
         figure, ax = plt.subplots(figsize=(8, 4 + 0.1 * len(styles)), layout="constrained")
         plot.losses(steps[steps["run"].isin(styles)], ax, styles)
-        drawing.legend(ax, columns=2)
+        plot.legend(ax, columns=2)
         yield Drawn("Loss", f"The loss of each run.{_cut(every, styles)}", figure)
     apart, bounds = judge.differences(study), judge.bounds(study)
     if len(apart):
         every, shown = _every_and_some(study, apart, PANELS)
         apart, bounds = (frame[frame["run"].isin(shown)] for frame in (apart, bounds))
-        figure, panels = drawing.panels(len(shown))
+        figure, panels = plot.panels(len(shown))
         plot.each_difference(apart, bounds, panels, study.styles)
         caption = f"Each arm's loss against its control's, and how far rounding may drive them.{_cut(every, shown)}"
         yield Drawn("Distance to the control", caption, figure)
@@ -53,7 +53,7 @@ def _gradients(study: Study) -> Iterator[Drawn]:
     gradients, allowed = judge.gradients(study)
     if len(gradients):
         every, shown = _every_and_some(study, gradients, ROWS)
-        figure, ax = drawing.bars(len(shown))
+        figure, ax = plot.bars(len(shown))
         plot.gradient_distances(gradients, allowed, ax, shown)
         caption = f"Every parameter's gradient at step 1, before any update.{_cut(every, shown)}"
         yield Drawn("Gradients", caption, figure)
@@ -76,11 +76,11 @@ def _costs(study: Study, steps: pd.DataFrame) -> Iterator[Drawn]:
         if not len(frame):
             continue
         every, shown = _every_and_some(study, steps if part == "kind" else frame, ROWS)
-        figure, ax = drawing.bars(len(shown))
+        figure, ax = plot.bars(len(shown))
         value = "seconds" if part == "part" else "bytes"
         plot.stacks(frame, ax, shown, part=part, value=value, scale=scale, unit=axis)
         plot.marks(marked, ax, shown, mark)
-        drawing.legend(ax)
+        plot.legend(ax)
         yield Drawn(title, f"{caption}{_cut(every, shown)}", figure)
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pandas as pd
 
-from harness.analysis import drawing, load, stats
-from harness.analysis.drawing import Style
+from harness.analysis import load, plot, stats
+from harness.analysis.plot import Style
 from harness.config.errors import BadRequest, Violation
 from harness.parity import CHECKOUT, StudyVerdict, Verdict, loss_bounds, so_far
 from harness.parity.study import absence
@@ -65,7 +65,7 @@ class Study:
         ordered += [*self.runs[self.runs["path"].isin(controls)].itertuples()]
         names = {str(run.run): str(run.label) for run in ordered}
         only = RunDir(Path(next(iter(controls)))).name if len(controls) == 1 else None
-        return drawing.style(names, only)
+        return plot.style(names, only)
 
 
 def study(root: Path | str, name: str, *, sources: str | None = CHECKOUT, verdict: StudyVerdict | None = None) -> Study:

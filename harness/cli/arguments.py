@@ -9,13 +9,12 @@ from dataclasses import dataclass
 
 from hydra._internal.utils import get_args_parser
 
-from harness.cli.verbs import version
+from harness.cli.main import version
 from harness.config import catalog
 from harness.config.doc import settings
 from harness.config.errors import BadRequest, refuse
 from harness.config.hints import explain_key
-from harness.config.hydra_settings import SWEEPER, Asked
-from harness.config.overrides import hydra_words, no_flag, read_overrides, typed_value
+from harness.config.overrides import SWEEPER, Asked, hydra_words, no_flag, read_overrides, typed_value
 from harness.store import commands
 
 

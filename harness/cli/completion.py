@@ -10,7 +10,7 @@ import itertools
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable, Iterator, Sequence
 
-from harness.cli.verbs import Verb, parser_of
+from harness.cli.main import Verb, parser_of
 from harness.config.catalog import load_catalog
 from harness.config.doc import settings
 from harness.store import commands
@@ -118,7 +118,7 @@ def completion_arguments(parser: ArgumentParser) -> None:
 
 
 def run_completion(arguments: Namespace) -> int:
-    from harness.cli.verbs import VERBS
+    from harness.cli.main import VERBS
 
     print(BASH if arguments.line is None else "\n".join(candidates(arguments.line, VERBS)))
     return 0

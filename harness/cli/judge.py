@@ -1,4 +1,4 @@
-"""Verdicts: `compare RUN RUN`, `compare --code OLD NEW` and `verdict STUDY`."""
+"""Verdicts: `compare RUN RUN`, `compare --code OLD NEW`, `verdict STUDY`; `baseline RUN` and `gate BASELINE RUN`."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from harness.bisect.history import Request, compare_code
-from harness.cli.runs import located
-from harness.cli.verbs import path
+from harness.cli.main import path
+from harness.cli.runs import RUN_HELP, located
 from harness.config.errors import refuse
 from harness.parity import StudyVerdict, Verdict, against, compare, scripted, study_text, text, verdict, zoom
+from harness.parity.gate import changes, gate, made
 from harness.parity.series import MEASURES, against_history
+from harness.parity.telling.render import junit, markdown
 from harness.store import commands
+from harness.store.files import write_atomic
 from harness.store.rundir import CONFIG, Store
-from harness.store.screen import fold, show, width
+from harness.store.screen import fold, show, table, width
 
 
 def compare_arguments(parser: ArgumentParser) -> None:
@@ -25,8 +27,8 @@ def compare_arguments(parser: ArgumentParser) -> None:
         "words",
         metavar="RUN RUN",
         nargs="*",
-        help="a run and the run it is held against: a path, a prefix of a signature (4 digits or more) or @last; "
-        "with --code KEY=VALUE ..., what both versions are asked, as after run.py",
+        help=f"a run and the run it is held against: {RUN_HELP}; with --code KEY=VALUE ..., what both versions are "
+        "asked, as after run.py",
     )
     parser.add_argument(
         "--code",
@@ -73,18 +75,23 @@ def _two_runs(arguments: Namespace) -> list[str]:
 
 
 def _compare_code(arguments: Namespace) -> int:
+    from harness.revisions import Request, compare_code  # late: no other comparison starts runs
+
     request = Request(tuple(arguments.words), arguments.root, arguments.bitwise)
     old, new = arguments.code
     found = compare_code(request, old, new, lambda line: print(line, file=sys.stderr, flush=True))
     if arguments.tensor is not None:
-        print(zoom(found.arm, found.control, arguments.tensor, step=arguments.step))
+        print(zoom(Path(found.arm), Path(found.control), arguments.tensor, step=arguments.step))
         return 0
-    return _say(found.verdict, arguments)
+    return _say(found, arguments)
 
 
 def _say(found: Verdict, arguments: Namespace) -> int:
     (found,) = _scripted(found)
-    answer = text(found)
+    return _answer(found, text(found), arguments)
+
+
+def _answer(found: Verdict | StudyVerdict, answer: str, arguments: Namespace) -> int:
     print(json.dumps(found.as_json(), indent=2)) if arguments.json else show(answer)
     return found.exit_code
 
@@ -128,9 +135,7 @@ def run_verdict(arguments: Namespace) -> int:
         raise refuse("--margin and --window", "go with --history; a study has margins of its own", fix="leave them out")
     found = _judged(arguments)
     found = replace(found, arms=_scripted(*found.arms))
-    answer = study_text(found)
-    print(json.dumps(found.as_json(), indent=2)) if arguments.json else show(answer)
-    return found.exit_code
+    return _answer(found, study_text(found), arguments)
 
 
 def _beside_history(arguments: Namespace) -> int:
@@ -139,10 +144,7 @@ def _beside_history(arguments: Namespace) -> int:
     store = Store(arguments.root)
     new, old = (runs_in(store, words) for words in (arguments.words, arguments.history))
     found = against_history(new, old, dict(map(_margin, arguments.margin)), arguments.window)
-    if arguments.json:
-        print(json.dumps(StudyVerdict("", "", seeds=(found,)).as_json(), indent=2))
-    else:
-        show("\n".join(fold(found.sentence, width())))
+    _answer(StudyVerdict("", "", seeds=(found,)), "\n".join(fold(found.sentence, width())), arguments)
     return found.outcome.exit_code
 
 
@@ -178,3 +180,59 @@ def _judged(arguments: Namespace) -> StudyVerdict:
         fix = commands.verb("verdict RUN ... --control RUN")
         raise refuse(" ".join(["verdict", *words]), f"takes 1 study, not {len(words)}; runs need a control", fix=fix)
     return verdict(*located(arguments.root, words[0]))
+
+
+def baseline_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", help=RUN_HELP)
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--out", type=path, metavar="FILE", help="a new file (default: baseline.json)")
+    where.add_argument("--refresh", type=path, metavar="FILE", help="replace this one, and say what changes")
+
+
+def run_baseline(arguments: Namespace) -> int:
+    run, old = Store(arguments.root).find(arguments.run).path, arguments.refresh
+    target: Path = old or arguments.out or Path("baseline.json")
+    if old is None:
+        if target.exists():
+            fix = f"--refresh {commands.shown(target)}, which says what changes"
+            raise refuse(str(target), "is there already", fix=fix)
+        written = made(run)
+    else:
+        found = gate(run, old)
+        written, rows = made(run, found, old), changes(found, run, old)
+        show(found.sentence)
+        head = ("what", "before", "after", "of the bound")
+        show("\n".join(table(head, rows, width(), flexible=(0, 1, 2))) if rows else "nothing else")
+    write(target, written, "baseline RUN --out")
+    print(f"{commands.shown(target)}: {len(written):,} bytes")
+    print(f"next: {commands.verb(f'gate {commands.shown(target)} RUN')}")
+    return 0
+
+
+def write(target: Path, text: str, words: str) -> None:
+    """Raises `BadRequest`: the file cannot be written. Args: words: of the verb, up to the file."""
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(target, text)
+    except OSError as error:
+        raise refuse(str(target), str(error.strerror), fix=commands.verb(f"{words} A_FILE_OF_YOUR_OWN")) from None
+
+
+def gate_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("baseline", metavar="BASELINE", type=path, help="a file that `baseline RUN` made")
+    parser.add_argument("run", metavar="RUN", help=RUN_HELP)
+    parser.add_argument("--bitwise", action="store_true", help="demand the bits that one version of the code would owe")
+    parser.add_argument("--junit", type=path, metavar="FILE", help="also as JUnit's XML")
+    parser.add_argument("--markdown", type=path, metavar="FILE", help="also as Markdown for a pull request")
+    parser.add_argument("--json", action="store_true", help="the whole verdict as JSON")
+
+
+def run_gate(arguments: Namespace) -> int:
+    run, golden = Store(arguments.root).find(arguments.run), arguments.baseline
+    found = gate(run.path, golden, bitwise=arguments.bitwise)
+    title = f"{run.name} against {golden.name}"
+    if arguments.junit is not None:
+        write(arguments.junit, junit(found, title), "gate BASELINE RUN --junit")
+    if arguments.markdown is not None:
+        write(arguments.markdown, markdown(found, title), "gate BASELINE RUN --markdown")
+    return _answer(found, text(found), arguments)

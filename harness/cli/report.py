@@ -8,9 +8,9 @@ from argparse import ArgumentParser, Namespace
 from dataclasses import replace
 from pathlib import Path
 
-from harness.cli.gate import write
+from harness.cli.judge import write
+from harness.cli.main import path
 from harness.cli.runs import located, say_next
-from harness.cli.verbs import path
 from harness.config.errors import refuse
 from harness.parity import StudyVerdict, against
 from harness.store import commands
@@ -34,8 +34,7 @@ def run_report(arguments: Namespace) -> int:
     root, name = _where(arguments)
     try:
         from harness.analysis.judge import study
-        from harness.report.contents import contents
-        from harness.report.markdown import markdown
+        from harness.report.contents import contents, markdown
     except ImportError as error:
         raise refuse(
             "report", f"needs {error.name}, which is not installed", fix=commands.install("analysis")

@@ -7,8 +7,8 @@ import shlex
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from harness.launch.control import cancel, retry
 from harness.launch.slurm.scheduler import probe
+from harness.launch.submit import cancel, retry
 from harness.launch.watch import watch
 from harness.store import commands, provenance, status
 from harness.store.gc import gc
@@ -52,7 +52,7 @@ def run_watch(arguments: Namespace) -> int:
         if not all(_is_watched(run) for run in runs if run.path.parent.name == study):
             say_next(arguments, f"retry {shlex.quote(study)}")
         return 1
-    if any(one.study == study and one.state in (State.queued.value, State.running.value) for one in seen):
+    if any(one.study == study and one.state in (State.queued, State.running) for one in seen):
         say_next(arguments, f"watch {shlex.quote(study)}")
         return 0
     siblings = store.runs(study)

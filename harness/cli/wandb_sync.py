@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from harness.cli.main import path
 from harness.cli.runs import located, say_next
-from harness.cli.verbs import path
 from harness.config.errors import refuse
 from harness.config.schema import WandbMode
 from harness.config.wandb_mode import has_key, server, wandb_mode
-from harness.launch.control import runs_of
 from harness.launch.slurm.scheduler import probe
+from harness.launch.submit import runs_of
 from harness.store import commands
 from harness.store.commands import install, shown
 from harness.store.identity import slug

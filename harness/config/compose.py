@@ -10,8 +10,7 @@ import functools
 import os
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, fields, is_dataclass
-from enum import Enum
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, cast
 
@@ -20,10 +19,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from harness.config import own, rules
-from harness.config.catalog import ROOT, load_catalog, own_folder
-from harness.config.doc import tables
+from harness.config.catalog import ROOT, declared_option, load_catalog, own_folder
+from harness.config.doc import plain_of, tables
 from harness.config.errors import BadRequest, Violation, completed, refuse
-from harness.config.option import declared_option
 from harness.config.overrides import check_overrides, forbid_appending, hydra_words
 from harness.config.schema import Config, TrainConfig
 from harness.config.typed import MISSING, load_config, load_within, put
@@ -191,14 +189,3 @@ def _shorten_warmup(config: Config, overrides: Sequence[str]) -> None:
     is_default = config.train.warmup_steps == TrainConfig().warmup_steps
     if is_default and not any(text.startswith("train.warmup_steps=") for text in overrides):
         config.train.warmup_steps = min(config.train.warmup_steps, config.train.steps)
-
-
-def plain_of(value: object) -> Any:
-    """Plain values of a configuration, or of a part of it."""
-    if is_dataclass(value):
-        return {each.name: plain_of(getattr(value, each.name)) for each in fields(value)}
-    if isinstance(value, list):
-        return [plain_of(inner) for inner in value]
-    if isinstance(value, dict):
-        return {key: plain_of(inner) for key, inner in value.items()}
-    return value.name if isinstance(value, Enum) else value

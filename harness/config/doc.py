@@ -168,3 +168,14 @@ def as_typed(value: object) -> str:
     if isinstance(value, dict):
         return "{" + ",".join(f"{k}:{as_typed(v)}" for k, v in value.items()) + "}"
     return str(value)
+
+
+def plain_of(value: object) -> Any:
+    """Plain values of a configuration, or of a part of it."""
+    if dataclasses.is_dataclass(value):
+        return {each.name: plain_of(getattr(value, each.name)) for each in dataclasses.fields(value)}
+    if isinstance(value, list):
+        return [plain_of(inner) for inner in value]
+    if isinstance(value, dict):
+        return {key: plain_of(inner) for key, inner in value.items()}
+    return value.name if isinstance(value, Enum) else value

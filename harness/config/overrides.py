@@ -2,6 +2,10 @@
 
 Hydra stops at the first mistake, takes `+new=1` silently and advises to append a misspelt key with `+`. Each override
 is parsed with Hydra's own grammar and checked against the typed root and `conf/`.
+
+Of Hydra's own settings, typed or in option files: any sweeper and launcher of Hydra can carry out a set of cells (-m).
+Where runs lie and what is logged is Hydra's to say only for these; a setting that would have no effect is refused
+wherever it stands.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ import shlex
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any, get_origin
@@ -22,13 +27,10 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, IntervalSweep, Override, QuotedString
 from hydra.errors import HydraException
 
-from harness.config import hydra_settings
-from harness.config.catalog import NULLABLE, STUDY_FILE, load_catalog, study_path
+from harness.config.catalog import NULLABLE, STUDY_FILE, OptionFile, files_of, load_catalog, study_path
 from harness.config.doc import settings, tables
 from harness.config.errors import BadRequest, Violation
 from harness.config.hints import explain_key, explain_option, nearest
-from harness.config.hydra_settings import Asked, HydraSetting, is_hydra
-from harness.config.option import files_of
 from harness.config.typed import MISSING, put, wrong_parts
 from harness.config.words import quote
 from harness.store import commands
@@ -105,12 +107,10 @@ def _asked_of_hydra(parsed: Mapping[str, Override], multirun: bool) -> Asked:
     for text, override in parsed.items():
         key = str(override.key_or_group)
         if is_hydra(key):
-            typed.append(hydra_settings.setting(text, key, override.value()))
+            typed.append(hydra_setting(text, key, override.value()))
         elif key in load_catalog():
             names = [str(parsed) for parsed, _ in _values(override, load_catalog()[key])]  # a study's may be a path
-            in_files += [
-                replace(s, swept=len(names) > 1) for name in names for s in hydra_settings.in_option(key, name)
-            ]
+            in_files += [replace(s, swept=len(names) > 1) for name in names for s in in_option(key, name)]
     return Asked((*typed, *in_files), multirun)
 
 
@@ -217,7 +217,7 @@ def _type_violations(key: str, value: Any) -> Iterator[Violation]:
 
 
 def hydra_words(overrides: Sequence[str]) -> list[str]:
-    """Overrides for Hydra, which refuses `GROUP=null`, and knows a study by another name (`study.expand.register`)."""
+    """Overrides for Hydra, which refuses `GROUP=null`, and knows a study by another name (`study.cells.register`)."""
     found = []
     for text in overrides:
         key, _, value = text.partition("=")
@@ -285,3 +285,114 @@ def appending(override: str) -> Violation:
     known = key in settings() or key in load_catalog()
     fix = f"{bare} (without the sign)" if known else explain_key(key).fix
     return Violation(override, "settings cannot be added: the schema names them all", fix=fix)
+
+
+SWEEPER, LAUNCHER = "harness", "basic"
+"""The sweeper and launcher where none is named: one plan for all cells, carried out where `cluster` says."""
+_RUNS = "launch.root=DIR, the folder of all runs; study.name=NAME makes the folder in it"
+INSTEAD = {"run": _RUNS, "sweep": _RUNS, "output_subdir": _RUNS}
+ALONE = "name it in words, or in an option that all cells have"
+OF_JOBS = ("sweep", "job_logging", "hydra_logging")
+"""Settings of jobs that Hydra starts: honoured beside a sweeper or launcher of Hydra's."""
+
+
+@dataclass(frozen=True)
+class HydraSetting:
+    """subject: the word, or file and place. key: path under `hydra`, such as `launcher.n_jobs`; empty for all of it.
+    swept: it stands in one of several options, which Hydra composes for each job after it chose the launcher."""
+
+    subject: str
+    key: str
+    value: Any = None
+    swept: bool = False
+
+    @property
+    def part(self) -> str:
+        return self.key.partition(".")[0]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Settings that a request has for Hydra. typed_multirun: -m was typed."""
+
+    settings: tuple[HydraSetting, ...]
+    typed_multirun: bool
+
+    def _chosen(self, part: str, default: str) -> str:
+        names = [str(each.value) for each in self.settings if each.key == part and isinstance(each.value, str)]
+        return names[0] if names else default  # typed ones come first, as Hydra has it
+
+    @cached_property
+    def sweeper(self) -> str:
+        return self._chosen("sweeper", SWEEPER)
+
+    @cached_property
+    def launcher(self) -> str:
+        return self._chosen("launcher", LAUNCHER)
+
+    @cached_property
+    def multirun(self) -> bool:
+        return self.typed_multirun or self._chosen("mode", "").upper() == "MULTIRUN"
+
+    @property
+    def by_hydra(self) -> bool:
+        """True if Hydra's sweeper or launcher starts the jobs, each of which carries out one cell."""
+        return self.sweeper != SWEEPER or self.launcher != LAUNCHER
+
+    @property
+    def draws(self) -> bool:
+        """True if the sweeper chooses values by what earlier jobs returned."""
+        return self.sweeper not in (SWEEPER, "basic")
+
+    def violations(self) -> Iterator[Violation]:
+        for each in self.settings:
+            if each.subject.startswith(("+", "~")) and not each.key.startswith(("sweeper.", "launcher.")):
+                yield _refusal(each.subject, each.key)
+            elif each.part in ("sweeper", "launcher"):
+                if each.swept:
+                    yield Violation(each.subject, "stands in one of several options, and a set has one", fix=ALONE)
+                elif not self.multirun:
+                    instead = "" if each.part == "sweeper" else "; cluster=slurm for one cell"
+                    problem = "is for a set of cells, where its option is chosen beside -m"
+                    yield Violation(each.subject, problem, fix=f"-m{instead}")
+            elif each.key == "mode":
+                if str(each.value).upper() != "MULTIRUN":
+                    yield Violation(each.subject, "one cell is what is asked for without -m", "MULTIRUN")
+            elif each.part not in OF_JOBS or not self.by_hydra:
+                yield _refusal(each.subject, each.key)
+
+
+def is_hydra(key: str) -> bool:
+    return re.split(r"[./]", key.removeprefix("_global_.").lstrip("/"), maxsplit=1)[0] == "hydra"
+
+
+def hydra_setting(subject: str, key: str, value: Any) -> HydraSetting:
+    """Args: key: as written, such as `/hydra/launcher` or `hydra.launcher.n_jobs`."""
+    parts = re.split(r"[./]", key.removeprefix("_global_.").lstrip("/"))
+    return HydraSetting(subject, ".".join(parts[1:]), value)
+
+
+def _refusal(subject: str, key: str) -> Violation:
+    problem = "Hydra's own settings are fixed but for its sweepers and launchers: the harness decides where runs lie"
+    return Violation(subject, problem, fix=INSTEAD.get(key.partition(".")[0], "leave it out"))
+
+
+def in_option(group: str, name: str) -> Iterator[HydraSetting]:
+    for file in files_of(group, name):
+        yield from _in_file(file)
+
+
+def _in_file(file: OptionFile) -> Iterator[HydraSetting]:
+    if is_hydra(file.package):
+        yield hydra_setting(f"{file.path}: @package {file.package}", file.package, file.values)
+    for key in filter(is_hydra, map(str, file.values)):
+        inside = file.values[key]
+        pairs = [(f"{key}.{each}", inside[each]) for each in inside] if isinstance(inside, dict) else [(key, inside)]
+        yield from (hydra_setting(f"{file.path}: {path}", path, value) for path, value in pairs)
+    for line in file.lines:
+        if is_hydra(line.path) or is_hydra(line.package):
+            where = line.group if is_hydra(line.path) else line.package
+            names = line.names or (line.path.rpartition("/")[2],)
+            chosen = f": {', '.join(line.names)}" if line.names else ""
+            value = names[0] if len(names) == 1 else [*names]
+            yield hydra_setting(f"{file.path}: defaults: {line.words}{chosen}", where, value)

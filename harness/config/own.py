@@ -10,13 +10,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
-from enum import Enum
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from harness.config.capabilities import ENGINES, Capabilities
-from harness.config.doc import as_typed
+from harness.config.doc import as_typed, plain_of
 from harness.config.errors import Violation
 from harness.config.schema import Config, EngineName
 from harness.store.commands import page
@@ -73,11 +72,7 @@ def targets(config: Config) -> Iterator[Target]:
 def describe(target: Target, config: Config) -> Own | Violation:
     if target.kind == "engine":
         return describe_engine(target.name)
-    asked = {group: asdict(getattr(config, group)) for group in SHAPING}
-    shaping = {
-        group: {key: value.name if isinstance(value, Enum) else value for key, value in values.items()}
-        for group, values in asked.items()
-    }
+    shaping = {group: plain_of(getattr(config, group)) for group in SHAPING}
     others = tuple(each for each in targets(config) if each.kind != "engine")
     return _described(others, json.dumps(shaping, sort_keys=True), os.getcwd())[target]
 

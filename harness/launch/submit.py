@@ -1,29 +1,35 @@
-"""Carrying out a request: every cell on its own cluster, then the next commands; or a preview (launch.dry_run=true)."""
+"""Carrying out a request: every cell on its own cluster, then the next commands; or a preview (launch.dry_run=true).
+
+Ends of runs, and new attempts of failed ones.
+"""
 
 from __future__ import annotations
 
 import shlex
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from harness.config.compose import Cell
+from harness.config.errors import refuse
 from harness.config.rank_environment import run_environment
+from harness.config.schema import Rerun
 from harness.launch.local.pool import Pool, exit_code
 from harness.launch.local.ranks import rank_environment, worker_command
 from harness.launch.local.run import EXIT_CODES, Ended, run_inline
-from harness.launch.opening import Opened, Sources, look, open_here
-from harness.launch.plan import Action, Decision, is_timed
-from harness.launch.slurm import scheduler, steps, submission
-from harness.launch.slurm.batch import Batch
+from harness.launch.opening import Action, Decision, Opened, Sources, in_blocks, is_timed, look, open_here
+from harness.launch.slurm import submission
+from harness.launch.slurm.scheduler import Scheduler, SlurmError, ask, probe
+from harness.launch.slurm.submission import Batch
 from harness.launch.terminal import RunDisplay, Terminal
 from harness.launch.watch import wait_for
-from harness.store import commands, screen
-from harness.store.errors import EXIT_BUSY
-from harness.store.files import Lock, write_atomic
+from harness.store import commands, provenance, screen, status
+from harness.store.errors import EXIT_BUSY, StoreError
+from harness.store.files import Lock, is_held, write_atomic
 from harness.store.labels import named
 from harness.store.rank_place import stop_signals_blocked
-from harness.store.rundir import RunDir, Store
-from harness.store.status import State
+from harness.store.rundir import CONFIG, RunDir, Store, request_cancel
+from harness.store.status import MOVING, OWNER_LOCK, Keeper, State, Status
 from harness.store.study import judging_verb
 
 Listener = Callable[[dict[str, Any]], None]
@@ -55,13 +61,13 @@ class _Request:
         short = named(set(names.values()))
         self._labels = {signature: short[name] for signature, name in names.items()}
         self._sources = Sources.gather()
-        self._jobs = scheduler.probe()
+        self._jobs = probe()
         self._submitted: Sequence[Cell] = ()
 
     def carry_out(self) -> int:
         local = [cell for cell in self._cells if not submission.is_remote(cell)]
         remote = [cell for cell in self._cells if submission.is_remote(cell)]
-        here = [cell for cell in remote if is_timed(cell)] if steps.in_allocation() else []
+        here = [cell for cell in remote if is_timed(cell)] if submission.in_allocation() else []
         self._submitted = [cell for cell in remote if cell not in here]
         codes = self._submit(self._submitted) if self._submitted else []
         codes += self._run_steps(here) if here else []
@@ -85,10 +91,10 @@ class _Request:
         return wait_for([RunDir(self._store.path_of(cell)) for cell in cells], self._terminal)
 
     def _run_steps(self, cells: Sequence[Cell]) -> list[int]:
-        steps.check_allocation(cells)
+        submission.check_allocation(cells)
         codes: list[int] = []
         for cell in cells:
-            codes += self._run_one(cell, lambda opened, lock, _: steps.run_step(opened, lock))
+            codes += self._run_one(cell, lambda opened, lock, _: submission.run_step(opened, lock))
             if codes[-1:] == [PREEMPTED]:
                 break
         return codes
@@ -153,7 +159,7 @@ def preview(cells: Sequence[Cell]) -> str:
     Scripts are also written to `Batch.dry_file`. Raises `OSError`: a script cannot be written.
     """
     store = Store(cells[0].config["launch"]["root"])
-    sources, jobs = Sources.gather(), scheduler.probe()
+    sources, jobs = Sources.gather(), probe()
     local = [cell for cell in cells if not submission.is_remote(cell)]
     remote = [cell for cell in cells if submission.is_remote(cell)]
     decisions = {cell.signature: look(store, cell, sources, jobs) for cell in local}
@@ -197,3 +203,89 @@ def _script(store: Store, batch: Batch) -> str:
 
 def _assignments(variables: dict[str, str]) -> str:
     return "\n".join(f"    {name}={shlex.quote(value)}" for name, value in sorted(variables.items()))
+
+
+CANCEL_TIMEOUT_S = 30.0
+
+
+def runs_of(store: Store, ref: str) -> list[RunDir]:
+    """Runs of a study of that name, else the one run. Raises `StoreError`: there is neither."""
+    return store.runs(ref) if ref in store.studies() else [store.find(ref)]
+
+
+def retry(store: Store, ref: str) -> int:
+    """Start a new attempt of every failed, lost, preempted or cancelled run; returns the exit code.
+
+    Raises `BadRequest`: a run is a copy whose attempt would lie elsewhere; nothing was started.
+    """
+    return submit(in_blocks([frozen(run) for run in runs_of(store, ref)]))
+
+
+def frozen(run: RunDir) -> Cell:
+    """Cell of a run in its present store; done runs are never repeated.
+
+    Raises `BadRequest`: another program made it, or it is a copy under another study or name. `StoreError`: its
+    configuration is incomplete.
+    """
+    if provenance.WATCHED in provenance.read(run.path):
+        problem = "is of another program, which harness.capture or an import recorded"
+        raise refuse(f"retry {run.path}", problem, fix="start that program again, with a folder of its own")
+    config = run.config()
+    store = Store(run.path.parent.parent)
+    try:
+        launch = config["launch"] | {"root": str(store.root), "rerun": Rerun.never.name}
+        cell = Cell(config | {"launch": launch}, run.overrides())
+        where = store.path_of(cell)
+    except KeyError as error:
+        problem = f"has no {error.args[0]}: it was cut or edited, or an older version made the run"
+        raise StoreError(f"{run.path / CONFIG} {problem}") from error
+    if where != run.path:
+        fix = f"{commands.request(f'--from {shlex.quote(str(run.path))}')} makes it anew"
+        raise refuse(f"retry {run.path}", f"is not where its cell is run: {where}", fix=fix)
+    return cell
+
+
+def cancel(store: Store, ref: str, terminal: Terminal | None = None) -> int:
+    """End every living run of `ref`; 0 when all have ended, 1 when one has not.
+
+    Raises `StoreError`: there is no such run, or SLURM refused.
+    """
+    terminal = terminal or Terminal()
+    scheduler = probe()
+    living = [(run, found) for run in runs_of(store, ref) if (found := _alive(run, scheduler)) is not None]
+    if not living:
+        terminal.line(f"nothing to cancel: no run of {ref} is queued or running")
+        return 0
+    _cancel_jobs([(run, found) for run, found in living if found.keeper is Keeper.slurm], scheduler)
+    ours = [(run, found) for run, found in living if found.keeper is Keeper.process]
+    for run, found in ours:
+        request_cancel(run.path, found.attempt)
+    deadline, left = time.monotonic() + CANCEL_TIMEOUT_S, [run for run, _ in ours]
+    while (left := [run for run in left if is_held(run.path / OWNER_LOCK)]) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    for run, _ in living:
+        terminal.line(f"{run.path}: {'does not end' if run in left else 'cancelled'}")
+    return int(bool(left))
+
+
+def _alive(run: RunDir, scheduler: Scheduler | None) -> Status | None:
+    found = status.effective(run.path, scheduler)
+    if found is None or found.state not in MOVING:
+        return None
+    return None if found.keeper is Keeper.process and found.state is State.preempted else found
+
+
+def _cancel_jobs(living: Sequence[tuple[RunDir, Status]], scheduler: Scheduler | None) -> None:
+    if not living:
+        return
+    if scheduler is None:
+        raise StoreError("these runs are SLURM jobs, and there is no squeue here; cancel them on a login node")
+    try:
+        if jobs := [job.id for _, found in living if (job := scheduler.job_of(found)) is not None]:
+            ask("scancel", *jobs)
+    except SlurmError as error:
+        raise StoreError(f"SLURM did not cancel: {error}") from error
+    for run, found in living:
+        present = run.status()
+        if present is not None and present.attempt == found.attempt and present.state in MOVING:
+            status.move(run.path, found.attempt, State.cancelled, "cancelled on request")

@@ -48,12 +48,12 @@ class Row:
 
     @property
     def bad(self) -> bool:
-        return self.state in (State.failed.value, State.lost.value)
+        return self.state in (State.failed, State.lost)
 
     @property
     def left_s(self) -> float | None:
         """Seconds to its end by the median step; None unless it runs."""
-        if self.state != State.running.value or self.step_time_s is None:
+        if self.state != State.running or self.step_time_s is None:
             return None
         return (self.steps - self.step) * self.step_time_s
 
@@ -165,7 +165,7 @@ def watch(
     while True:
         found = rows(store, study, probe())
         text = render(found, screen.width())
-        moving = any(one.state in {state.value for state in MOVING} for one in found)
+        moving = any(one.state in MOVING for one in found)
         if text != shown:
             terminal.page(text)
             shown = text

@@ -20,9 +20,8 @@ import numpy as np
 
 from harness.config.errors import refuse
 from harness.parity.tensors import Float64
-from harness.store.check_stream import MOMENTS, CheckedTensor, Stream, step_columns, tensor_columns
+from harness.store.check_stream import MOMENTS, CheckedTensor, Forward, Stream, step_columns, tensor_columns
 from harness.store.errors import StoreError
-from harness.store.forward import Forward
 from harness.store.metrics import decode, encode
 from harness.store.reading import REPAIR, read_json
 from harness.store.screen import counted

@@ -18,10 +18,9 @@ from harness.config.schema import ModelFamily
 from harness.parity import baseline, tensors
 from harness.parity.outcome import Finding, Grade, Stage
 from harness.parity.tensors import Capture, Recomputed
-from harness.store import check_stream, checksums, forward, provenance, status
-from harness.store.check_stream import Stream
+from harness.store import check_stream, checksums, provenance, status
+from harness.store.check_stream import Forward, Stream
 from harness.store.errors import StoreError
-from harness.store.forward import Forward
 from harness.store.metrics import read_columns
 from harness.store.provenance import WATCHED
 from harness.store.reading import read_json
@@ -204,7 +203,7 @@ def _load(run: RunDir, sources: str | None, assumed: Mapping[str, Any]) -> Recor
         *_rounding(run, problems),
         of.final,
         len(run.attempts()),
-        _read(lambda: forward.read(run.path), None, problems),
+        _read(lambda: check_stream.read_forward(run.path), None, problems),
         _read(lambda: check_stream.read(run.path), None, problems),
         tuple(problems),
     )

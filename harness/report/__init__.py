@@ -1,7 +1,6 @@
 """A study on one page: `python -m harness report STUDY`.
 
-contents   what is told: verdicts, tables, failures, provenance; plain values
+contents   what is told: verdicts, tables, failures, provenance; plain values, or as Markdown for a pull request
 pictures   its figures (`harness.analysis.figures`), as SVG
 page       contents and pictures as one HTML file that needs nothing else
-markdown   the same without pictures, for a pull request
 """

@@ -1,13 +1,13 @@
-"""Content of a study's report: plain values, for a page and a Markdown text.
+"""Content of a study's report: plain values, for a page; and as Markdown for a pull request, without pictures.
 
-The study may be unfinished: gaps are named, and the rest is shown.
+Names are shown verbatim. The study may be unfinished: gaps are named, and the rest is shown.
 """
 
 from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,6 +20,7 @@ from harness.parity.telling.wording import OUTCOMES
 from harness.store import checksums, commands, provenance
 from harness.store.errors import StoreError
 from harness.store.failure import REPORT
+from harness.store.markdown import code, escaped, fenced, folded, rows
 from harness.store.reading import read_text
 from harness.store.rundir import RunDir, flatten
 from harness.store.screen import mib, ms
@@ -96,9 +97,9 @@ def contents(study: Study, root: Path | str, command: str) -> Contents:
 
 
 def _made() -> str:
-    code = provenance.git_facts(provenance.PACKAGE.parent) or {}
+    git = provenance.git_facts(provenance.PACKAGE.parent) or {}
     version = provenance.versions(())["harness"]
-    commit = f", commit {code['sha'][:12]}{' with local changes' * code['dirty']}" if code else ""
+    commit = f", commit {git['sha'][:12]}{' with local changes' * git['dirty']}" if git else ""
     return f"{datetime.now(UTC).isoformat(timespec='seconds')} by harness {version}{commit}"
 
 
@@ -306,3 +307,43 @@ def _shown(value: Any) -> str:
 
 def _ordered(facts: Mapping[str, str]) -> list[tuple[str, str]]:
     return sorted(facts.items(), key=lambda pair: FIRST.index(pair[0]) if pair[0] in FIRST else len(FIRST))
+
+
+def markdown(contents: Contents) -> str:
+    return "\n\n".join(_parts(contents)) + "\n"
+
+
+def _parts(contents: Contents) -> Iterator[str]:
+    yield f"## {code(contents.study)}: {contents.outcome}"
+    if contents.question:
+        yield escaped(contents.question)
+    yield contents.meaning
+    if contents.incomplete:
+        yield f"**{escaped(contents.incomplete)}**"
+    yield from map(escaped, contents.seeds)
+    for table in contents.tables:
+        yield f"### {table.title}"
+        yield rows(table.head, table.rows)
+        yield escaped(table.caption)
+        if table is contents.tables[0]:
+            yield from (escaped(arm.sentence) for arm in contents.arms if not arm.passed)
+    for failure in contents.failures:
+        yield f"**{code(failure.label)} is {failure.state}**: {escaped(failure.reason)}"
+        if failure.error:
+            yield folded("error.txt", fenced(failure.error))
+    yield "### Provenance"
+    yield fenced("\n".join(contents.commands))
+    common = contents.origin.common
+    if common:
+        yield folded("What all runs have in common", rows(("fact", "value"), common))
+    yield folded(
+        "Each run",
+        rows(
+            ("run", "state", "overrides", "again", "its own"),
+            [
+                (run.label, run.state, run.overrides, run.command, "; ".join(f"{k} {v}" for k, v in run.facts))
+                for run in contents.origin.runs
+            ],
+        ),
+    )
+    yield f"Made {contents.made}."

@@ -14,9 +14,9 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 
-from harness.analysis.drawing import quietly
 from harness.analysis.figures import figures
 from harness.analysis.judge import Study
+from harness.analysis.plot import quietly
 from harness.report.contents import Contents
 
 FOLDER = Path(__file__).parent
@@ -31,7 +31,7 @@ def page(contents: Contents, pictures: Sequence[Picture]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["uri"] = _uri
+    environment.filters["uri"] = lambda svg: f"data:image/svg+xml;base64,{base64.b64encode(svg).decode()}"
     policy = (
         f"default-src 'none'; img-src data:; style-src '{_digest(style)}'; script-src '{_digest(script)}'; "
         "base-uri 'none'; form-action 'none'"
@@ -43,10 +43,6 @@ def page(contents: Contents, pictures: Sequence[Picture]) -> str:
 
 def _digest(text: str) -> str:
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
-
-
-def _uri(svg: bytes) -> str:
-    return f"data:image/svg+xml;base64,{base64.b64encode(svg).decode()}"
 
 
 @dataclass(frozen=True)

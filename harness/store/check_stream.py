@@ -10,12 +10,20 @@ can be compared at a step that nobody captured. All are little-endian float64, a
                   weights and moments it ended with against those that its last step left
     tensors.f64   for each kept step a row [tensor][column]; kept are the first `DENSE` and each `every`-th
 
+Outputs of a run's first step by module are `forward` in stream.json, or a former run's `forward.json`:
+
+    version, sketches (m), rows (positions of the global batch that were looked at), batch (sequences and tokens of one
+    call: runs that call their modules with other shapes may use other kernels), modules (name, sketches [m], squares)
+
+Their sketches are those of `harness.probe.step_checks.local`, in the order in which modules are first called.
+
 A sketch S_j, j < m, is a signed sum over a tensor's elements in fp64, whose signs depend on j, the tensor's name and
 the element's place alone (`harness.probe.step_checks.sketch`).
 """
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +33,8 @@ from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 from harness.store.errors import StoreError
 from harness.store.files import private_folder, write_json
-from harness.store.reading import read_format, read_json
+from harness.store.reading import of_format, read_format, read_json
+from harness.store.shapes import FORWARD
 
 if TYPE_CHECKING:
     import numpy as np
@@ -35,6 +44,7 @@ FOLDER, FORMER = "step_checks", "vouch"
 STREAM = "stream.json"
 """Folder in a run; and of runs by earlier versions, which are read."""
 VERSION = 4
+FORWARD_FILE, FORWARD_VERSION = "forward.json", 2
 DENSE = 512
 SMALL = 2**16
 """Numbers in a file from which on it is mapped instead of read."""
@@ -265,3 +275,50 @@ def _stream(folder: Path, facts: Mapping[str, Any]) -> Stream:
     if sketches < 1 or every < 1:
         raise ValueError(f"sketches={sketches}, every={every}")
     return Stream(folder, tensors, sketches, every)
+
+
+# -- outputs of the first step -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Forward:
+    rows: int
+    batch: tuple[int, int]
+    modules: Mapping[str, tuple[tuple[float, ...], float]]
+    """By name, in the order of first calls: sketches, and the sum of squares of all elements."""
+
+
+def write_forward(run_dir: Path, rows: int, batch: tuple[int, int], modules: Mapping[str, Sequence[float]]) -> None:
+    """Called once, by the first rank. Raises `OSError`: the folder cannot be written."""
+    private_folder(run_dir / FOLDER)
+    described = [
+        {"name": name, "sketches": list(each[:-1]), "squares": each[-1]}
+        for name, each in modules.items()
+        if all(math.isfinite(value) for value in each)  # JSON has no others, and the loss tells of them
+    ]
+    facts = {"version": FORWARD_VERSION, "rows": rows, "batch": list(batch), "modules": described}
+    stream = read_json(run_dir / FOLDER / STREAM, dict)
+    if stream is None:
+        write_json(run_dir / FOLDER / FORWARD_FILE, facts)
+    else:
+        write_json(run_dir / FOLDER / STREAM, {**stream, "forward": facts})
+
+
+def read_forward(run_dir: Path) -> Forward | None:
+    """None if not observed. Raises `StoreError`: the file is unreadable."""
+    path = folder_of(run_dir) / STREAM
+    if "forward" in (stream := read_json(path, dict) or {}):
+        facts = of_format(stream["forward"], path, FORWARD_VERSION, FORWARD)
+    else:
+        path = path.with_name(FORWARD_FILE)
+        facts = read_format(path, FORWARD_VERSION, FORWARD)
+    if facts is None:
+        return None
+    try:
+        numbers = {each["name"]: tuple(map(float, (*each["sketches"], each["squares"]))) for each in facts["modules"]}
+    except OverflowError as error:
+        raise StoreError(f"{path} is damaged: {error}") from None
+    if wrong := [each for each in numbers.values() if not all(map(math.isfinite, each))]:
+        raise StoreError(f"{path} is damaged: {wrong[0]} are not all finite")
+    modules = {name: (each[:-1], each[-1]) for name, each in numbers.items()}
+    return Forward(facts["rows"], (facts["batch"][0], facts["batch"][1]), modules)

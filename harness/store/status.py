@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import UTC, datetime
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 
 from harness.store.errors import StoreError
@@ -30,22 +30,9 @@ SUBMISSIONS = ".submit"
 """Folder under a study: scripts and logs of its submissions."""
 
 
-class State(Enum):
-    queued = "queued"
-    running = "running"
-    preempted = "preempted"
-    done = "done"
-    failed = "failed"
-    cancelled = "cancelled"
-    lost = "lost"
-
-
-class Keeper(Enum):
-    """Owner of a live run: a process on a host that holds the run's lock, or a SLURM job."""
-
-    process = "process"
-    slurm = "slurm"
-
+State = StrEnum("State", "queued running preempted done failed cancelled lost")
+Keeper = StrEnum("Keeper", "process slurm")
+"""Owner of a live run: a process on a host that holds the run's lock, or a SLURM job."""
 
 MOVES: dict[State, frozenset[State]] = {
     State.queued: frozenset({State.queued, State.running, State.failed, State.cancelled, State.lost}),
@@ -162,7 +149,7 @@ def note_job(run: Path, attempt: int, job: str) -> None:
 
 def _store(run: Path, status: Status) -> Status:
     stamped = replace(status, updated=datetime.now(UTC).isoformat(timespec="milliseconds"))
-    write_json(run / FILE, {**asdict(stamped), "state": stamped.state.value, "keeper": stamped.keeper.value})
+    write_json(run / FILE, asdict(stamped))
     return stamped
 
 

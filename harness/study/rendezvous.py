@@ -21,8 +21,7 @@ from pathlib import Path
 from harness.config.compose import Cell
 from harness.config.overrides import typed_value
 from harness.config.schema import LaunchConfig
-from harness.launch.opening import Sources, open_here
-from harness.launch.plan import Decision
+from harness.launch.opening import Decision, Sources, open_here
 from harness.store.files import Lock, private_folder, write_json
 from harness.store.rank_place import RankPlace
 from harness.store.reading import read_json

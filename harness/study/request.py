@@ -6,7 +6,6 @@ import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from hydra import initialize_config_dir
 from hydra.core.config_loader import ConfigLoader
@@ -16,21 +15,20 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from harness.config import catalog
+from harness.config.catalog import files_of
 from harness.config.compose import Cell, compose_cell, plain, register
 from harness.config.errors import BadRequest, refuse
-from harness.config.option import files_of
 from harness.config.overrides import Word, check_overrides, hydra_words
 from harness.config.schema import Backend, StudyConfig
 from harness.config.typed import load_config
 from harness.config.words import quote
-from harness.launch.plan import is_timed
-from harness.launch.slurm.steps import in_allocation
+from harness.launch.opening import is_timed
+from harness.launch.slurm.submission import in_allocation
 from harness.store import commands
 from harness.store.metrics import last_record
 from harness.store.rundir import RunDir, Store
 from harness.store.study import write_study
-from harness.study.cells import Composer, Desired, desired
-from harness.study.expand import as_asked, expand, register as register_study
+from harness.study.cells import Composer, Desired, as_asked, desired, expand, register as register_study
 
 
 def refuse_study(overrides: Sequence[str]) -> None:
@@ -70,21 +68,13 @@ def sweep(loader: ConfigLoader, master: DictConfig, arguments: Sequence[str], la
 
 
 class JobFailed(Exception):
-    """A cell that a sweeper or launcher of Hydra's asked for did not end well."""
+    """A cell that a sweeper or launcher of Hydra's asked for did not end well.
 
-    def __init__(self, exit_code: int, run: Path) -> None:
-        super().__init__(f"{run}: not done (exit code {exit_code}); {commands.verb(f'show {shlex.quote(str(run))}')}")
-        self.exit_code = exit_code
+    Args: its exit code, and the message.
+    """
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _failed, (self.exit_code, str(self))
-
-
-def _failed(exit_code: int, message: str) -> JobFailed:
-    """A `JobFailed` that came from another process."""
-    error = JobFailed(exit_code, Path())
-    error.args = (message,)
-    return error
+    def __str__(self) -> str:
+        return str(self.args[1])
 
 
 def run_job(cfg: DictConfig) -> float | None:
@@ -103,7 +93,8 @@ def run_job(cfg: DictConfig) -> float | None:
     code = carry_out([cell])
     run = RunDir(Store(cell.config["launch"]["root"]).path_of(cell))
     if code:
-        raise JobFailed(code, run.path)
+        look = commands.verb(f"show {shlex.quote(str(run.path))}")
+        raise JobFailed(code, f"{run.path}: not done (exit code {code}); {look}")
     return None if cell.typed.launch.dry_run else _objective(run, cell.typed.study.objective)
 
 

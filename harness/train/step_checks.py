@@ -50,7 +50,6 @@ from harness.probe.step_checks.sketch import SKETCHES, Signs, Sketch
 from harness.probe.step_checks.table import LargestTable, Looked, SummedTable, Table, closing_numbers, step_numbers
 from harness.store import check_stream as stream
 from harness.store.check_stream import CheckedTensor, StreamWriter
-from harness.store.forward import write as write_forward
 from harness.store.metrics import read_columns
 from harness.train.again import is_same_function_asked, off_by, same_function, steps_of, worked_out
 from harness.train.callbacks import Callback
@@ -359,7 +358,7 @@ class StepChecks(Callback):
             config = self.session.config
             batch = config.train.microbatch_size, config.data.seq_len
             called = {name: counts[name] for name in order if any(counts[name])}
-            write_forward(self.session.run_dir, watch.rows, batch, called)
+            stream.write_forward(self.session.run_dir, watch.rows, batch, called)
         self.forward = None
 
     def _tell_local(self, watching: LocalWatch) -> None:

@@ -221,11 +221,11 @@ def pictures(root: Path, found: StudyVerdict, folder: Path) -> list[Path]:
     try:
         from matplotlib import pyplot as plt
 
-        from harness.analysis import drawing, figures, judge
+        from harness.analysis import figures, judge, plot
     except ImportError:
         return []
     drawn = []
-    with drawing.quietly():
+    with plot.quietly():
         for each in figures.figures(judge.study(root, found.study, verdict=found)):
             drawn.append(folder / f"{each.title.lower().replace(' ', '_')}.png")
             each.figure.savefig(drawn[-1], dpi=DPI)

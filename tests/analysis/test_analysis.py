@@ -16,7 +16,7 @@ import matplotlib.pyplot as plt
 from scipy.stats import binomtest
 
 from analysis import judge, load, plot, stats
-from harness.analysis import drawing, figures, load as harness_load, plot as plot_module, stats as stats_module
+from harness.analysis import figures, load as harness_load, plot as plot_module, stats as stats_module
 from harness.parity import Outcome
 from harness.store import labels, provenance
 from harness.store.rundir import RunDir
@@ -134,11 +134,11 @@ def test_zero_is_drawn_as_zero_and_a_bound_in_the_colour_of_its_arm() -> None:
     frame = pd.DataFrame({"run": ["a"] * 4, "step": [1, 2, 3, 4], "difference": [0.0, -1e-6, 0.0, float("nan")]})
     bounds = pd.DataFrame({"run": ["a"] * 4, "step": [1, 2, 3, 4], "allowed": [1e-5] * 4})
     figure, ax = plt.subplots()
-    plot.differences(frame, ax, drawing.style({"a": "an arm"}), bounds)
+    plot.differences(frame, ax, plot_module.style({"a": "an arm"}), bounds)
     figure.canvas.draw()
     bound, some, zero, broken = ax.lines[:4]
     assert bound.get_linestyle() == "--"
-    assert {line.get_color() for line in (bound, some)} == {zero.get_markeredgecolor()} == {drawing.COLOURS[0]}
+    assert {line.get_color() for line in (bound, some)} == {zero.get_markeredgecolor()} == {plot_module.COLOURS[0]}
     assert [value for value in some.get_ydata() if value == value] == [1e-6]
     assert list(zero.get_xdata()) == [1, 3]
     assert list(broken.get_xdata()) == [4]
@@ -160,8 +160,8 @@ def test_an_axis_of_nothing_but_zeros_says_so() -> None:
 def test_names_that_look_like_mathematics_are_drawn_as_they_stand() -> None:
     frame = pd.DataFrame({"run": ["a", "b"], "step": [1, 1], "loss": [1.0, 2.0]})
     figure, ax = plt.subplots(layout="constrained")
-    plot.losses(frame, ax, drawing.style({"a": r"$\frac{$", "b": "_hid\nden"}))
-    drawing.legend(ax)
+    plot.losses(frame, ax, plot_module.style({"a": r"$\frac{$", "b": "_hid\nden"}))
+    plot_module.legend(ax)
     figure.canvas.draw()
     (legend,) = figure.legends
     assert [text.get_text() for text in legend.get_texts()] == [r"\$\frac{\$", " _hid?den"]
@@ -176,18 +176,18 @@ LONG = "a_policy_with_a_name_that_nobody_would_type_" * 3
 def test_long_names_stay_inside_and_apart(drawn: str) -> None:
     """They pushed the axes out of the figure, and lay over each other."""
     labels = {"a": f"optim, {LONG}1, seed 1", "b": f"optim, {LONG}2, seed 1", "c": "short"}
-    styles = drawing.style(labels)
+    styles = plot_module.style(labels)
     frame = pd.DataFrame({"run": list("abc"), "step": 1, "loss": 1.0, "difference": 1e-6, "distance": 1e-6})
     if drawn == "rows":
-        figure, ax = drawing.bars(3)
+        figure, ax = plot_module.bars(3)
         plot.gradient_distances(frame, {}, ax, styles)
     elif drawn == "panels":
-        figure, every = drawing.panels(3)
+        figure, every = plot_module.panels(3)
         plot.each_difference(frame, pd.DataFrame(columns=["run", "step", "allowed"]), every, styles)
     else:
         figure, ax = plt.subplots(figsize=(8, 4), layout="constrained")
         plot.losses(frame, ax, styles)
-        drawing.legend(ax, columns=2)
+        plot_module.legend(ax, columns=2)
     figure.canvas.draw()
     texts = {
         "rows": lambda: figure.axes[0].get_yticklabels(),
@@ -205,14 +205,14 @@ def test_long_names_stay_inside_and_apart(drawn: str) -> None:
 
 def test_labels_that_are_cut_alike_are_numbered_and_others_stand() -> None:
     middle = {run: f"{'x' * 30}{run}{'y' * 30}" for run in "ab"}
-    found = drawing.style({**middle, "c": "optim, bf16"})
+    found = plot_module.style({**middle, "c": "optim, bf16"})
     assert found["a"].label != found["b"].label
     assert found["c"].label == "optim, bf16"
 
 
 def test_one_step_stands_on_a_whole_number_with_its_bound() -> None:
     frame = pd.DataFrame({"run": ["a", "c"], "step": [1, 1], "loss": [2.0, 2.0], "difference": [1e-6, 0.0]})
-    styles = drawing.style({"a": "arm", "c": "control"}, "c")
+    styles = plot_module.style({"a": "arm", "c": "control"}, "c")
     figure, (above, below) = plt.subplots(2)
     plot.losses(frame, above, styles)
     plot.differences(frame[:1], below, styles, pd.DataFrame({"run": ["a"], "step": [1], "allowed": [1e-5]}))
@@ -227,7 +227,7 @@ def test_one_step_stands_on_a_whole_number_with_its_bound() -> None:
 def test_what_is_not_a_number_is_a_cross_that_is_explained() -> None:
     nan, inf = float("nan"), float("inf")
     frame = pd.DataFrame({"run": "a", "step": [1, 2], "loss": [nan, inf], "distance": [nan, 1e-3]})
-    styles = drawing.style({"a": "arm"})
+    styles = plot_module.style({"a": "arm"})
     figure, (curve, dots) = plt.subplots(2)
     plot.losses(frame, curve, styles)
     assert [text.get_text() for text in curve.legend().get_texts()] == ["arm", "not a number"]
@@ -241,15 +241,15 @@ def test_what_is_not_a_number_is_a_cross_that_is_explained() -> None:
 MUTANTS = {
     "names of any length": (
         lambda: test_long_names_stay_inside_and_apart("rows"),
-        Slip(drawing, "LONGEST", "", lambda _: 1000, "A long name pushes the axes out of the figure"),
+        Slip(plot_module, "LONGEST", "", lambda _: 1000, "A long name pushes the axes out of the figure"),
     ),
     "cut alike": (
         test_labels_that_are_cut_alike_are_numbered_and_others_stand,
-        Slip(drawing, "shortened", "seen[text] > 1", "False", "Two long names are cut to the same one"),
+        Slip(plot_module, "shortened", "seen[text] > 1", "False", "Two long names are cut to the same one"),
     ),
     "a step between numbers": (
         test_one_step_stands_on_a_whole_number_with_its_bound,
-        Slip(drawing, "over_steps", "integer=True, min_n_ticks=1", "", "Ticks stand between whole steps"),
+        Slip(plot_module, "over_steps", "integer=True, min_n_ticks=1", "", "Ticks stand between whole steps"),
     ),
     "no cross": (
         test_what_is_not_a_number_is_a_cross_that_is_explained,

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from harness.capture import describe, merge, run as runs, watch, watching
-from harness.launch import control
+from harness.launch import submit
 from harness.parity.compare import compare
 from harness.parity.outcome import Outcome, Verdict
 from harness.parity.record import load
@@ -91,7 +91,7 @@ def an_earlier_error_is_not_of_the_run(to: Path) -> bool:
 
 def it_is_not_tried_again(to: Path) -> bool:
     try:
-        control.frozen(RunDir(train(to / "study" / "run")))
+        submit.frozen(RunDir(train(to / "study" / "run")))
     except Exception as error:
         return "another program" in str(error)
     return False
@@ -135,7 +135,7 @@ MUTANTS: dict[str, tuple[Slip, Callable[[Path], bool]]] = {
         an_earlier_error_is_not_of_the_run,
     ),
     "retry": (
-        Slip(control, "frozen", "provenance.WATCHED in", '"" in', "A new attempt of another program is promised"),
+        Slip(submit, "frozen", "provenance.WATCHED in", '"" in', "A new attempt of another program is promised"),
         it_is_not_tried_again,
     ),
 }

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from harness.cli.completion import BASH, candidates, install
-from harness.cli.main import main
-from harness.cli.verbs import KINDS, REQUESTS, VERBS, request_help, verbs_help
+from harness.cli.main import KINDS, REQUESTS, VERBS, main, request_help, verbs_help
 from harness.config.catalog import load_catalog
 from tests.parity.corpus import FP32, OURS
 from tests.parity.lab import as_study, write
@@ -121,7 +120,7 @@ def test_help_is_no_wider_than_the_terminal(columns: str, depth: int, monkeypatc
 
 @kills("The terminal", "help of one width", "--help is as wide on any terminal")
 def test_help_of_one_width_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("harness.cli.verbs.screen.width", lambda: 1000)
+    monkeypatch.setattr("harness.cli.main.screen.width", lambda: 1000)
     with pytest.raises(AssertionError):
         test_help_is_no_wider_than_the_terminal("60", 0, monkeypatch)
 

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from harness.bisect.snapshot import Snapshot
 from harness.parity import Outcome, Verdict, compare, record as parity
 from harness.parity.telling import wording
 from harness.parity.tiers import comparable
+from harness.revisions import Snapshot
 from harness.store import checksums, provenance, rundir, status
 from harness.store.rank_place import RankPlace
 from harness.store.rundir import RunDir, Store

@@ -24,7 +24,7 @@ import yaml
 
 from harness.cli.main import main
 from harness.launch.terminal import Terminal
-from harness.store import checksums, forward, screen, status
+from harness.store import check_stream, checksums, screen, status
 from harness.store.rundir import Store
 from tests.bench import lab as timed
 from tests.cli.random_damages import DAMAGE, MORE_DAMAGE, Dice
@@ -71,7 +71,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
         edit_json(run.summary, **MORE_FACTS)
         moved = {"": {"distance": 0.1, "scale": 0.1, "loss": 0.1}}
         (run.capture / "rounding-000001.json").write_text(json.dumps({"draws": 2, "moves": {"fp32": moved}}))
-        forward.write(run.path, 8, (2, 4), {"embedding": [1.0, -1.0, 0.5, 2.0, 4.0], "": [0.0] * 5})
+        check_stream.write_forward(run.path, 8, (2, 4), {"embedding": [1.0, -1.0, 0.5, 2.0, 4.0], "": [0.0] * 5})
         (run.ckpt / "step-000006").mkdir(parents=True)
     (root / "lab" / ".lock").touch()
     _timed(root)

@@ -22,7 +22,7 @@ from harness.cli.main import main, read
 from harness.config import catalog, words
 from harness.config.compose import Cell
 from harness.config.words import quote
-from harness.launch import control, submit
+from harness.launch import submit
 from harness.store import provenance, status, study as studies
 from harness.store.rundir import Store
 from harness.store.status import Keeper, State, Status
@@ -88,7 +88,7 @@ def carried_out(argv: Sequence[str], cwd: Path, told: Path, then: Callable[[list
         code = 98
         try:
             os.chdir(cwd)
-            submit.submit = control.submit = note
+            submit.submit = note
             sys.argv = ["run.py", *argv]
             with told.with_suffix(".err").open("w") as said, redirect_stderr(said), redirect_stdout(said):
                 try:

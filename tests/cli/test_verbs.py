@@ -19,8 +19,7 @@ import pytest
 
 from harness.cli import runs
 from harness.cli.failure import explained
-from harness.cli.main import main, read
-from harness.cli.verbs import VERBS
+from harness.cli.main import VERBS, main, read
 from harness.config.catalog import ROOT
 from harness.config.words import quote
 from harness.store import status
@@ -298,11 +297,11 @@ def test_variables_that_no_launcher_sets_are_a_bad_request(
 @pytest.mark.parametrize(
     ("words", "others"),
     [
-        (["--help"], ("bisect", "parity", "launch.slurm", "report", "wandb_sync", "bench")),
-        (["watch", "--once"], ("bisect", "parity.tiers", "report", "wandb_sync", "bench")),
+        (["--help"], ("revisions", "parity", "launch.slurm", "report", "wandb_sync", "bench")),
+        (["watch", "--once"], ("revisions", "parity.tiers", "report", "wandb_sync", "bench")),
         (
             ["completion", "bash", "--line", "python run.py shard"],
-            ("bisect", "parity", "report", "wandb_sync", "bench"),
+            ("revisions", "parity", "report", "wandb_sync", "bench"),
         ),
     ],
 )

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.config import catalog, hydra_settings, option
+from harness.config import catalog, overrides
 from harness.config.catalog import load_catalog
 from harness.config.errors import BadRequest
 from harness.config.overrides import check_overrides, read_overrides
@@ -129,14 +129,14 @@ def test_in_a_study_file(text: str, tmp_path: Path) -> None:
 
 def test_no_shipped_option_asks_anything_of_hydra() -> None:
     for group, names in load_catalog().items():
-        assert not [found for name in names for found in hydra_settings.in_option(group, name)], group
+        assert not [found for name in names for found in overrides.in_option(group, name)], group
 
 
 @pytest.mark.parametrize(
     ("slip", "name"),
     [
         pytest.param(
-            Slip(hydra_settings, "_in_file", "is_hydra(line.path) or is_hydra(line.package)", "is_hydra(line.package)"),
+            Slip(overrides, "_in_file", "is_hydra(line.path) or is_hydra(line.package)", "is_hydra(line.package)"),
             "override",
             marks=kills(
                 "the front end", "a launcher in a file", "A launcher named in an option file is silently ignored"
@@ -144,13 +144,13 @@ def test_no_shipped_option_asks_anything_of_hydra() -> None:
             id="a launcher in a file",
         ),
         pytest.param(
-            Slip(hydra_settings, "_in_file", "for key in filter(is_hydra, map(str, file.values)):", "for key in ():"),
+            Slip(overrides, "_in_file", "for key in filter(is_hydra, map(str, file.values)):", "for key in ():"),
             "params",
             marks=kills("the front end", "sweeper's parameters", "hydra.sweeper.params in a file is an internal error"),
             id="sweeper's parameters",
         ),
         pytest.param(
-            Slip(option, "files_of", "for line in found[path].lines", "for line in ()"),
+            Slip(catalog, "files_of", "for line in found[path].lines", "for line in ()"),
             "through",
             marks=kills("the front end", "files of files", "Only the chosen file is looked into, none that it names"),
             id="files of files",
@@ -167,7 +167,7 @@ def test_what_is_let_through_is_found(slip: Slip, name: str, conf: Path, monkeyp
     "the front end", "advice that fits nothing", "Who typed Hydra's launcher is told to leave it out, not cluster=slurm"
 )
 def test_advice_that_fits_nothing_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hydra_settings, "INSTEAD", {})
+    monkeypatch.setattr(overrides, "INSTEAD", {})
     with pytest.raises(AssertionError):
         test_what_has_no_effect_is_refused_where_it_is_typed("hydra.run.dir=x")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from harness.config.schema import Rerun
-from harness.launch.plan import Action, decide
+from harness.launch.opening import Action, decide
 from harness.store.status import Keeper, State, Status
 
 

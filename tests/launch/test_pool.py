@@ -16,8 +16,7 @@ import pytest
 from harness.config.compose import Cell
 from harness.launch.local import pool as pool_module, ranks as ranks_module
 from harness.launch.local.pool import Pool, listening
-from harness.launch.opening import Sources, look
-from harness.launch.plan import in_blocks
+from harness.launch.opening import Sources, in_blocks, look
 from harness.store.errors import StoreError
 from harness.store.files import Lock
 from harness.store.rank_place import STOP_SIGNALS

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from submitit.slurm.slurm import _make_sbatch_string
 
-from harness.launch.plan import Action, Decision
+from harness.launch.opening import Action, Decision
 from harness.launch.slurm import submission
-from harness.launch.slurm.batch import Batch, alike, batches
+from harness.launch.slurm.submission import Batch, alike, batches
 from harness.launch.submit import preview
 from harness.store.rundir import Store
 from tests.launch.cells import make_cell

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from harness.config.errors import BadRequest
-from harness.launch.slurm.steps import check_allocation, in_allocation, step_command
+from harness.launch.slurm.submission import check_allocation, in_allocation, step_command
 from harness.launch.slurm.task import read_task, write_tasks
 from harness.study.request import _carried_out_as_one
 from tests.launch.cells import make_cell

@@ -14,7 +14,7 @@ import pytest
 from harness.cli import runs as cli_runs
 from harness.cli.main import main
 from harness.config.errors import BadRequest
-from harness.launch import control
+from harness.launch import submit
 from harness.launch.terminal import RunDisplay, Terminal
 from harness.launch.watch import render, rows, watch
 from harness.store import provenance, status
@@ -126,7 +126,7 @@ def test_watch_proposes_to_compare_what_is_done_and_to_look_again_at_what_moves(
 
 @kills("The terminal", "next: of what moves", "watch proposes to compare runs that have not ended")
 def test_a_watch_that_compares_what_moves_is_found(store, capsys, monkeypatch):
-    Slip(cli_runs, "run_watch", "(State.queued.value, State.running.value)", "()").put(monkeypatch)
+    Slip(cli_runs, "run_watch", "(State.queued, State.running)", "()").put(monkeypatch)
     with pytest.raises(AssertionError):
         test_watch_proposes_to_compare_what_is_done_and_to_look_again_at_what_moves(store, capsys)
 
@@ -138,15 +138,15 @@ def test_no_such_study(store):
 
 
 def test_cancel_of_a_living_run_asks_its_owner(store, monkeypatch):
-    monkeypatch.setattr(control, "probe", lambda: None)
-    monkeypatch.setattr(control, "CANCEL_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(submit, "probe", lambda: None)
+    monkeypatch.setattr(submit, "CANCEL_TIMEOUT_S", 0.1)
     run = add(store, State.running)
     out = io.StringIO()
     with Lock.acquire(run.path / ".lock"):
-        assert control.cancel(store, "adhoc", Terminal(out)) == 1, "it has not ended"
+        assert submit.cancel(store, "adhoc", Terminal(out)) == 1, "it has not ended"
     assert cancel_requested(run.path, 0)
     assert "does not end" in out.getvalue()
-    assert control.cancel(store, "adhoc", Terminal(out)) == 0
+    assert submit.cancel(store, "adhoc", Terminal(out)) == 0
     assert "nothing to cancel" in out.getvalue()
 
 
@@ -165,28 +165,28 @@ def test_retry_names_what_a_frozen_file_lacks(store, path, capsys):
     "The terminal", "retry of a file that lacks a group", "The retry of a run whose config.yaml was cut is a traceback"
 )
 def test_a_lacking_group_that_is_not_named_is_found(store, capsys, monkeypatch):
-    Slip(control, "frozen", "except KeyError as", "except ZeroDivisionError as").put(monkeypatch)
+    Slip(submit, "frozen", "except KeyError as", "except ZeroDivisionError as").put(monkeypatch)
     with pytest.raises(KeyError):
         test_retry_names_what_a_frozen_file_lacks(store, "mesh", capsys)
 
 
 def test_retry_asks_again_for_the_frozen_cells(store, monkeypatch):
     asked = []
-    monkeypatch.setattr(control, "submit", lambda cells: asked.extend(cells) or 0)
+    monkeypatch.setattr(submit, "submit", lambda cells: asked.extend(cells) or 0)
     runs = [add(store, State.failed, "r", f"train.replicate={i}") for i in range(2)]
-    assert control.retry(store, "adhoc") == 0
+    assert submit.retry(store, "adhoc") == 0
     assert [cell.signature for cell in asked] == [run.signature() for run in runs]
     asked.clear()
     moved = store.root.rename(store.root.with_name("moved elsewhere"))
     store, runs = Store(moved), Store(moved).runs()
-    control.retry(store, str(runs[1].path))
+    submit.retry(store, str(runs[1].path))
     assert [store.path_of(cell) for cell in asked] == [runs[1].path]
     asked.clear()
-    control.retry(Store(moved / "another"), str(runs[1].path))
+    submit.retry(Store(moved / "another"), str(runs[1].path))
     assert [store.path_of(cell) for cell in asked] == [runs[1].path], "not from its beginning, in another store"
     shutil.copytree(runs[1].path.parent, moved / "kept")
     with pytest.raises(BadRequest, match=f"is not where its cell is run: {runs[0].path}"):
-        control.retry(store, "kept")
+        submit.retry(store, "kept")
 
 
 def test_show_is_one_screen(store):

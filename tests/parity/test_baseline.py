@@ -208,7 +208,7 @@ def test_a_refresh_says_what_changes_and_by_how_much_of_the_bound(
 
 def test_completion_offers_the_options(tmp_path: Path) -> None:
     from harness.cli.completion import candidates
-    from harness.cli.verbs import VERBS
+    from harness.cli.main import VERBS
 
     assert candidates("harness gate --ju", VERBS) == ["--junit"]
     assert candidates("harness baseline --re", VERBS) == ["--refresh"]

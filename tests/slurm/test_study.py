@@ -15,9 +15,8 @@ from pathlib import Path
 import pytest
 
 from harness.config.compose import Cell
-from harness.launch.control import cancel
 from harness.launch.slurm.scheduler import Scheduler
-from harness.launch.submit import submit
+from harness.launch.submit import cancel, submit
 from harness.launch.terminal import Terminal
 from harness.launch.watch import rows
 from harness.store import provenance, status

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from harness.store import check_stream, forward, reading
+from harness.store import check_stream, reading
 from harness.store.check_stream import (
     DENSE,
     CheckedTensor,
@@ -93,7 +93,7 @@ def test_tensors_are_kept_as_often_as_fits(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("version", "made"), [(1, "older"), (99, "newer")])
 def test_another_format_is_no_damage(tmp_path: Path, version: int, made: str) -> None:
     """It was `damaged: StoreError('... has version 1 ...')`; its shape is another one too, and is not spoken of."""
-    for name, read in (("stream.json", check_stream.read), ("forward.json", forward.read)):
+    for name, read in (("stream.json", check_stream.read), ("forward.json", check_stream.read_forward)):
         (tmp_path / "step_checks").mkdir(exist_ok=True)
         (tmp_path / "step_checks" / name).write_text(json.dumps({"version": version, "modules": 3}))
         with pytest.raises(StoreError, match=rf"{name} has format {version}, .*: {made} code made the run") as caught:
@@ -101,12 +101,12 @@ def test_another_format_is_no_damage(tmp_path: Path, version: int, made: str) ->
         assert "damaged" not in str(caught.value)
     (tmp_path / "step_checks" / "stream.json").write_text(json.dumps({"forward": {"version": version, "modules": 3}}))
     with pytest.raises(StoreError, match=rf"stream.json has format {version}"):
-        forward.read(tmp_path)
+        check_stream.read_forward(tmp_path)
 
 
 @kills("The store", "format after shape", "A run of another version of the code is called damaged")
 def test_another_format_that_is_called_damage_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forward, "read_format", lambda path, _, shape: reading.read_json(path, shape))
+    monkeypatch.setattr(check_stream, "read_format", lambda path, _, shape=None: reading.read_json(path, shape))
     with pytest.raises(AssertionError):
         test_another_format_is_no_damage(tmp_path, 99, "newer")
 

@@ -15,8 +15,7 @@ import yaml
 
 from harness import command
 from harness.cli.failure import explained
-from harness.cli.main import main
-from harness.cli.verbs import request_help
+from harness.cli.main import main, request_help
 from harness.config.compose import compose_cell, composed
 from harness.config.errors import BadRequest
 from harness.config.overrides import check_overrides

@@ -18,7 +18,7 @@ import torch
 from harness.checkpoint import folder as checkpoints
 from harness.config.captured import Captured
 from harness.probe import capture
-from harness.store import files, forward
+from harness.store import check_stream, files
 from harness.store.errors import StoreError
 from harness.store.files import Lock, is_held, private_folder
 from harness.store.rundir import RunDir, Store
@@ -136,7 +136,7 @@ def written(run: Path) -> dict[str, Path]:
     """Every folder of a run that is closed to others, made by the code that fills it."""
     capture.write_plan(run / "capture", Captured((1,), (), False, 1, "")._asdict())
     capture.write_step(run / "other", 1, {"w": torch.ones(2)}, {})
-    forward.write(run, 1, (1, 1), {})
+    check_stream.write_forward(run, 1, (1, 1), {})
     checkpoints.begin(run / "ckpt", 1)
     private_folder(run / "verdict")
     attempt = RunDir(run).attempt_dir(RunDir(run).new_attempt())

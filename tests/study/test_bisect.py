@@ -11,11 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from harness.bisect import history, revisions
-from harness.bisect.history import Request, compare_code
-from harness.bisect.revisions import WORKTREE, Version
+from harness import revisions
 from harness.config.errors import BadRequest, refuse
 from harness.parity import Outcome
+from harness.revisions import WORKTREE, Request, Version, compare_code
 from tests.parity.arms import Arm, broken
 from tests.parity.edits import edit_json
 from tests.parity.lab import write
@@ -75,7 +74,7 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (top / ".gitignore").write_text("/runs/\n")
     monkeypatch.chdir(top)
     monkeypatch.setattr(revisions, "PACKAGE", top / "harness")
-    monkeypatch.setattr(history, "Snapshot", ToySnapshot)
+    monkeypatch.setattr(revisions, "Snapshot", ToySnapshot)
     monkeypatch.setattr(ToySnapshot, "ran", [])
     return top
 
@@ -90,10 +89,10 @@ def test_two_names_of_one_version_are_equal_and_nothing_is_run(toy: Path) -> Non
     """What a fresh clone makes of `compare --code main WORKTREE`."""
     grow(toy, "clean", "doubled")
     compared = compare_code(Request(("train.steps=3",)), "main", WORKTREE, pytest.fail)
-    assert compared.verdict.exit_code == 0
-    assert "hold the same files" in compared.verdict.sentence
+    assert compared.exit_code == 0
+    assert "hold the same files" in compared.sentence
     before = git(toy, "rev-parse", "HEAD~1")[:7]
-    assert compared.verdict.commands == (f"python -m harness compare --code {before} WORKTREE train.steps=3",)
+    assert compared.commands == (f"python -m harness compare --code {before} WORKTREE train.steps=3",)
     assert ToySnapshot.ran == []
 
 
@@ -101,8 +100,8 @@ def test_versions_are_compared_and_the_next_command_asks_the_same(toy: Path) -> 
     grow(toy, "clean", "doubled")
     told: list[str] = []
     compared = compare_code(Request(("train.steps=3",), "runs"), "main~1", "main", told.append)
-    assert compared.verdict.outcome is Outcome.DIFFERENT
-    assert compared.verdict.commands[0].endswith(f"--tensor {compared.verdict.findings[0].tensor}")
+    assert compared.outcome is Outcome.DIFFERENT
+    assert compared.commands[0].endswith(f"--tensor {compared.findings[0].tensor}")
     assert ToySnapshot.ran == [git(toy, "rev-parse", each)[:7] for each in ("main~1", "main")], "the control first"
 
 

@@ -18,16 +18,15 @@ from hydra._internal.hydra import Hydra
 from hydra.core.global_hydra import GlobalHydra
 from hydra.types import RunMode
 
-from harness.config.catalog import ROOT, load_catalog
+from harness.config.catalog import ROOT, load_catalog, read_option
 from harness.config.compose import compose, register
 from harness.config.errors import BadRequest
-from harness.config.option import read_option
 from harness.config.overrides import hydra_words
 from harness.config.schema import Config, EngineName, MeasureMode
 from harness.config.typed import load_config
 from harness.store.rundir import Store
 from harness.store.study import read_study, write_study
-from harness.study import expand
+from harness.study import cells
 from harness.study.cells import Composer, Desired
 from harness.study.replay import replay, replay_run
 from harness.study.request import carry_out, cells_of
@@ -51,7 +50,7 @@ def hydra() -> Iterator[Hydra]:
 
 def ask(hydra: Hydra, *words: str) -> Desired:
     """What `run.py -m WORDS` asks for."""
-    expand.register(words)
+    cells.register(words)
     master = hydra.compose_config("config", hydra_words(words), RunMode.MULTIRUN)
     return cells_of(hydra.config_loader, master, list(words))
 

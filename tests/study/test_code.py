@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from harness.bisect import revisions
-from harness.bisect.revisions import WORKTREE, Repository
+from harness import revisions
 from harness.config.errors import BadRequest
+from harness.revisions import WORKTREE, Repository
 from tests.support.needs import skip_without
 
 

@@ -7,7 +7,7 @@ import pytest
 from harness.config.errors import BadRequest
 from harness.config.overrides import check_overrides
 from harness.config.schema import StudyConfig
-from harness.study.expand import Point, expand, normalise
+from harness.study.cells import Point, expand, normalise
 
 
 def points(study: StudyConfig, *words: str) -> list[Point]:

@@ -18,7 +18,7 @@ from harness.config import catalog, overrides
 from harness.config.compose import register
 from harness.config.errors import BadRequest
 from harness.config.overrides import check_overrides, hydra_words
-from harness.study import expand
+from harness.study import cells
 from harness.study.request import cells_of
 from tests.support.mutants import Slip, kills
 
@@ -40,7 +40,7 @@ def refusal(checkout: Path, *words: str) -> str:
         hydra = GlobalHydra.instance().hydra
         assert hydra is not None
         try:
-            expand.register(words)
+            cells.register(words)
             master = hydra.compose_config("config", hydra_words(words), RunMode.MULTIRUN)
             cells_of(hydra.config_loader, master, list(words))
         except REQUEST_ERRORS as error:
@@ -109,13 +109,13 @@ def asked_for_by(file: Path, word: str, monkeypatch: pytest.MonkeyPatch, here: P
     typed = [word, "train.steps=3", "train.warmup_steps=0"]
     check_overrides(typed, multirun=True)
     words = hydra_words(typed)
-    expand.register(typed)
+    cells.register(typed)
     register()
     with initialize_config_dir(str(catalog.ROOT / "conf"), version_base="1.3"):
         hydra = GlobalHydra.instance().hydra
         assert hydra is not None
         master = hydra.compose_config("config", words, RunMode.MULTIRUN)
-        wanted = cells_of(hydra.config_loader, master, expand.as_asked(words))
+        wanted = cells_of(hydra.config_loader, master, cells.as_asked(words))
     assert [(cell.study, cell.config["train"]["seed"]) for cell in wanted.cells] == [("mine", 1), ("mine", 2)]
     assert all(typed[0] in cell.overrides for cell in wanted.cells)
 

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.bisect.revisions import FOLDER, Repository
-from harness.bisect.snapshot import Snapshot
 from harness.config.errors import BadRequest
+from harness.revisions import FOLDER, Repository, Snapshot
 from harness.store import provenance
 from tests.study.test_code import commit, git
 

@@ -1,8 +1,8 @@
 """Rules between settings, and on the world, before ranks start: one file a group, every violation at once.
 
 A rule is a function of a `Request` that yields violations, and names the settings it reads. A rule is skipped where
-`numbers` finds one of these out of range. Rules never raise and never change anything; only those of `data`, `ckpt` and
-`environment` look at the machine.
+`check_values` finds one of these out of range. Rules never raise and never change anything; only those of `data`,
+`ckpt` and `environment` look at the machine.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from contextvars import ContextVar
 from types import MappingProxyType, ModuleType
 
 from harness.config.errors import Violation
-from harness.config.rules import custom, dtypes, effect, engine, environment, network, numbers, running, sizes
-from harness.config.rules.request import Request, Rule
+from harness.config.rules import custom, dtypes, effect, engine, environment, network, running, sizes
+from harness.config.rules.request import Request, Rule, check_values
 from harness.config.schema import Config
 
 
@@ -35,7 +35,7 @@ def check(
 ) -> list[Violation]:
     """Args: beyond: settings out of range, and what is said of them."""
     request = Request(config, tuple(overrides))
-    out_of_range = {**beyond, **numbers.check(request)}
+    out_of_range = {**beyond, **check_values(request)}
     found = list(out_of_range.values())
     for rule in RULES:
         if ONLY_PLANNED.get() and rule in OF_THIS_MACHINE:

@@ -8,7 +8,7 @@ from harness.config.capabilities import ENGINES
 from harness.config.catalog import ROOT
 from harness.config.errors import Violation
 from harness.config.hints import nearest
-from harness.config.own import asked, capabilities_of, describe, described, targets
+from harness.config.own import asked, describe, described, targets
 from harness.config.rules.request import Request, rule
 from harness.config.schema import NO_FAULT, EngineName, MeasureMode, OptimizerName
 from harness.store.commands import page
@@ -47,7 +47,7 @@ def the_engine_takes_the_optimizer(request: Request) -> Iterator[Violation]:
         problem = f"needs whole matrices, and engine={config.engine.name.name} has none under mesh.tp={config.mesh.tp}"
         yield Violation("optimizer=muon", problem, "engine=native, mesh.tp=1", "engine=native")
         return
-    if config.sharding.strategy not in capabilities_of(config).own_optimizers:
+    if config.sharding.strategy not in request.can.own_optimizers:
         whole = {name: set(can.own_optimizers) == set(can.strategies) for name, can in ENGINES.items()}
         takers = [
             f"engine={name.name}"
@@ -72,7 +72,7 @@ def the_engine_takes_the_optimizer(request: Request) -> Iterator[Violation]:
 def callbacks_are_not_timed(request: Request) -> Iterator[Violation]:
     config = request.config
     if config.measure.callbacks and config.measure.mode is MeasureMode.bench:
-        yield Violation(request.show("measure.callbacks"), "would run between timed steps", fix="measure=default")
+        yield request.wrong("measure.callbacks", "would run between timed steps", fix="measure=default")
 
 
 @rule("fault.name", "engine.name", "mesh.tp")

@@ -15,8 +15,8 @@ def loss_scale_is_one(request: Request) -> Iterator[Violation]:
     try:
         loss_scale(request.config)
     except ValueError:
-        yield Violation(
-            request.show("dtype.loss_scale"),
+        yield request.wrong(
+            "dtype.loss_scale",
             "is not a loss scale: only powers of two scale gradients without rounding them",
             f"none, dynamic, or a power of two from 1 to {LARGEST_LOSS_SCALE:.0f}",
             "dtype.loss_scale=dynamic, or dtype.loss_scale=65536",
@@ -29,8 +29,8 @@ def half_gradients_do_not_vanish(request: Request) -> Iterator[Violation]:
     d = request.config.dtype
     if d.compute is not Dtype.fp16 or d.loss_scale != "none" or d.allow_low_precision_grads:
         return
-    yield Violation(
-        request.show("dtype.compute", "dtype.loss_scale"),
+    yield request.wrong(
+        "dtype.compute dtype.loss_scale",
         "computes gradients in fp16, where those below 6e-8 become zero, and nothing scales them up",
         "dynamic, or a power of two; or another dtype.compute (bf16 needs no scale)",
         "dtype=fp16, or dtype.loss_scale=dynamic (engine=native), or dtype.allow_low_precision_grads=true to accept it",
@@ -42,9 +42,9 @@ def scaled_gradients_are_stored_wide(request: Request) -> Iterator[Violation]:
     """Unscaling would round 16-bit gradients."""
     d = request.config.dtype
     if d.loss_scale != "none" and d.main_grads in (Dtype.bf16, Dtype.fp16):
-        subject = request.show("dtype.main_grads", "dtype.loss_scale")
         problem = "stores scaled gradients in 16 bits, where scaling them back is not exact"
-        yield Violation(subject, problem, "fp32, fp64", "dtype.main_grads=fp32, or dtype.loss_scale=none")
+        fix = "dtype.main_grads=fp32, or dtype.loss_scale=none"
+        yield request.wrong("dtype.main_grads dtype.loss_scale", problem, "fp32, fp64", fix)
 
 
 @rule()
@@ -52,8 +52,8 @@ def overflows_are_skipped_or_reported(request: Request) -> Iterator[Violation]:
     """A dynamic scale skips overflowing updates; the check for NaN ends the run at the first."""
     config = request.config
     if config.dtype.loss_scale == "dynamic" and config.engine.report_nan_in_param_grad:
-        yield Violation(
-            request.show("engine.report_nan_in_param_grad", "dtype.loss_scale"),
+        yield request.wrong(
+            "engine.report_nan_in_param_grad dtype.loss_scale",
             "ends the run at the first overflow, which a dynamic loss scale provokes and skips",
             "false, where dtype.loss_scale=dynamic",
             "engine.report_nan_in_param_grad=false, or dtype.loss_scale=none",
@@ -72,10 +72,10 @@ def eight_bits_are_built(request: Request) -> Iterator[Violation]:
     if config.model.family not in FAMILIES:
         problem = f"model.family={config.model.family.name} has no projections to multiply in 8 bits"
         choices = "null; families that do: " + ", ".join(each.name for each in FAMILIES)
-        yield Violation(request.show("dtype.fp8"), problem, choices, "model=tiny, or dtype=bf16")
+        yield request.wrong("dtype.fp8", problem, choices, "model=tiny, or dtype=bf16")
     if config.sharp.group.is_asked:
         problem = "is not implemented: no switch was observed to compute the largest amax"
-        yield Violation(request.show("dtype.fp8", "sharp.group"), problem, "sharp=none", "sharp=none, or dtype=bf16")
+        yield request.wrong("dtype.fp8 sharp.group", problem, "sharp=none", "sharp=none, or dtype=bf16")
 
 
 @rule()
@@ -86,8 +86,8 @@ def eight_bits_are_made_of_fp32_or_less(request: Request) -> Iterator[Violation]
         assert role in DTYPE_ROLES
         dtype = getattr(request.config.dtype, role)
         if request.config.dtype.fp8 is not None and dtype not in QUANTIZED:
-            yield Violation(
-                request.show(f"dtype.{role}", "dtype.fp8"),
+            yield request.wrong(
+                f"dtype.{role} dtype.fp8",
                 "cannot be quantized to 8 bits: scales are applied in fp32, which would round it first",
                 ", ".join(each.name for each in QUANTIZED),
                 f"dtype.{role}={'bf16' if role == 'compute' else 'fp32'}, or dtype.fp8=null",

@@ -8,7 +8,6 @@ from harness.config.capabilities import ENGINES
 from harness.config.catalog import load_catalog
 from harness.config.doc import as_typed, settings
 from harness.config.errors import Violation
-from harness.config.own import capabilities_of
 from harness.config.rules.engine import narrow_waits
 from harness.config.rules.request import Request, rule
 from harness.config.schema import CkptPolicy, Config, Dtype
@@ -65,7 +64,7 @@ def _shown(request: Request, path: str) -> str:
 def engine_takes_its_settings(request: Request) -> Iterator[Violation]:
     engine = request.config.engine.name
     for key in request.named:
-        if key.startswith("engine.") and key != "engine.name" and key not in capabilities_of(request.config).settings:
+        if key.startswith("engine.") and key != "engine.name" and key not in request.can.settings:
             takers = " or ".join(f"engine={e.name}" for e, can in ENGINES.items() if key in can.settings)
             yield _without_effect(request, key, f"engine={engine.name}", takers)
 

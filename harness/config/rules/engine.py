@@ -39,7 +39,7 @@ MAIN = ("main_params", "main_grads")
 
 @rule()
 def the_engine_has_these_choices(request: Request) -> Iterator[Violation]:
-    config, can = request.config, capabilities_of(request.config)
+    config, can = request.config, request.can
     main = can.formats if can.main_formats is None else can.main_formats
     buffers = (*can.user_buffers, Registration.none)
     listed: list[tuple[str, tuple[Any, ...], str]] = [
@@ -54,33 +54,33 @@ def the_engine_has_these_choices(request: Request) -> Iterator[Violation]:
             names = ", ".join(each.name for each in valid if each is not None)
             nearest = valid[-1 if path == "numerics.mode" else 0]
             fix = f"{_as_override(path, nearest)}, or engine=native"
-            yield Violation(request.show(path), f"engine={config.engine.name.name} {problem}", names, fix)
+            yield request.wrong(path, f"engine={config.engine.name.name} {problem}", names, fix)
 
 
 @rule("mesh.tp")
 def the_engine_is_able(request: Request) -> Iterator[Violation]:
-    config, engine = request.config, request.config.engine.name
+    engine = request.config.engine.name
     wanted = (
         ("dtype.loss_scale", "none", "loss_scale", "has no loss scale"),
         ("dtype.fp8", None, "fp8", "has no layers that multiply 8-bit numbers"),
         ("mesh.tp", 1, "tensor_parallel", "does not support tensor parallelism"),
     )
     for path, off, ability, problem in wanted:
-        if request.value(path) != off and not getattr(capabilities_of(config), ability):
+        if request.value(path) != off and not getattr(request.can, ability):
             able = [each.name for each in EngineName if getattr(ENGINES[each], ability)]
             without = f"{path}={as_typed(off)}"
             choices, fix = f"{without}; engines that do: {', '.join(able)}", f"engine={able[0]}, or {without}"
-            yield Violation(request.show(path), f"engine={engine.name} {problem}", choices, fix)
+            yield request.wrong(path, f"engine={engine.name} {problem}", choices, fix)
 
 
 @rule("mesh.world_size", "mesh.tp")
 def ranks_are_possible(request: Request) -> Iterator[Violation]:
     engine, tp = request.config.engine.name, request.config.mesh.tp
-    most = capabilities_of(request.config).max_data_ranks
+    most = request.can.max_data_ranks
     if most is not None and data_ranks(request.config) > most:
-        subject = request.show("mesh.world_size")
         problem = f"engine={engine.name} runs in {most} process" + (f" of mesh.tp={tp} ranks" if tp > 1 else "")
-        yield Violation(subject, problem, f"1 to {most * tp}", f"mesh.world_size={most * tp}, or engine=native")
+        fix = f"mesh.world_size={most * tp}, or engine=native"
+        yield request.wrong("mesh.world_size", problem, f"1 to {most * tp}", fix)
 
 
 @rule("mesh.world_size", "mesh.dp_outer", "mesh.tp")
@@ -94,7 +94,7 @@ def outer_axis_divides_the_ranks(request: Request) -> Iterator[Violation]:
         )
         choices = ", ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)
         fix = f"mesh.world_size={max(ranks // outer, 1) * outer * mesh.tp}"
-        yield Violation(request.show("mesh.dp_outer"), f"does not divide {of}", choices, fix)
+        yield request.wrong("mesh.dp_outer", f"does not divide {of}", choices, fix)
     named = request.named.get("sharding", "")
     if outer == 1 and (
         request.config.sharding.outer is not OuterStrategy.no_shard or named in [each.hybrid for each in OuterStrategy]
@@ -110,12 +110,12 @@ def outer_axis_divides_the_ranks(request: Request) -> Iterator[Violation]:
 @rule("mesh.dp_outer")
 def hybrid_is_built(request: Request) -> Iterator[Violation]:
     sharding, engine = request.config.sharding, request.config.engine.name
-    valid = capabilities_of(request.config).hybrid
+    valid = request.can.hybrid
     if request.config.mesh.dp_outer == 1 or (sharding.strategy, sharding.outer) in valid:
         return
     others = [e.name for e in EngineName if (sharding.strategy, sharding.outer) in ENGINES[e].hybrid]
-    yield Violation(
-        request.show("sharding.strategy", "sharding.outer", "mesh.dp_outer"),
+    yield request.wrong(
+        "sharding.strategy sharding.outer mesh.dp_outer",
         f"engine={engine.name} does not run this hybrid",
         "; ".join(f"{inner.name} inside, {outer.name} outside" for inner, outer in valid) or "mesh.dp_outer=1",
         "mesh.dp_outer=1" + (f", or engine={others[0]}" if others else ""),
@@ -124,11 +124,11 @@ def hybrid_is_built(request: Request) -> Iterator[Violation]:
 
 @rule()
 def main_dtypes_are_possible(request: Request) -> Iterator[Violation]:
-    config, can = request.config, capabilities_of(request.config)
+    config, can = request.config, request.can
     if config.sharding.strategy in can.uncast and config.dtype.compute is not config.dtype.main_params:
         casting = [s.name for s in can.strategies if s not in can.uncast]
-        yield Violation(
-            request.show("sharding.strategy", "dtype.compute"),
+        yield request.wrong(
+            "sharding.strategy dtype.compute",
             f"engine={config.engine.name.name} computes in the main weights' dtype with this strategy",
             ", ".join([f"dtype.compute={config.dtype.main_params.name}", *(f"sharding={name}" for name in casting)]),
             "dtype=fp32" + (f", or sharding={casting[0]}" if casting else ", or engine=native"),
@@ -137,21 +137,21 @@ def main_dtypes_are_possible(request: Request) -> Iterator[Violation]:
 
 @rule()
 def gradient_dtypes_are_possible(request: Request) -> Iterator[Violation]:
-    engine, d, can = request.config.engine.name, request.config.dtype, capabilities_of(request.config)
+    engine, d, can = request.config.engine.name, request.config.dtype, request.can
     for role, other in can.equal_dtypes:
         want, wires = getattr(d, other), can.compressed_wires if role == "grad_comm" else ()
         if getattr(d, role) is not want and getattr(d, role) not in wires:
-            yield Violation(
-                request.show(f"dtype.{role}"),
+            yield request.wrong(
+                f"dtype.{role}",
                 f"engine={engine.name} has one dtype for this and for dtype.{other}",
                 ", ".join(dict.fromkeys(x.name for x in (want, *wires))),
                 f"dtype.{role}={want.name}, or engine=native",
             )
     backend_sums = not can.sums_itself and d.grad_accum not in (None, d.grad_comm)
     if backend_sums or (engine is EngineName.single and d.grad_accum not in (None, d.main_grads)):
-        subject = request.show("dtype.grad_accum")
         problem = f"engine={engine.name} leaves sums to the backend, which sums in the dtype that is sent"
-        yield Violation(subject, problem, f"null, {d.grad_comm.name}", "dtype.grad_accum=null, or engine=native")
+        fix = "dtype.grad_accum=null, or engine=native"
+        yield request.wrong("dtype.grad_accum", problem, f"null, {d.grad_comm.name}", fix)
 
 
 def _holds(dtype: Dtype, other: Dtype) -> bool:
@@ -167,13 +167,13 @@ def gradients_keep_their_precision(request: Request) -> Iterator[Violation]:
     if d.main_grads.bytes < 4:
         problem = "stores gradients in 16 bits, where sums over microbatches lose small contributions"
         fix = "dtype.main_grads=fp32, or dtype.allow_low_precision_grads=true to accept it"
-        yield Violation(request.show("dtype.main_grads"), problem, "fp32, fp64", fix)
+        yield request.wrong("dtype.main_grads", problem, "fp32, fp64", fix)
     total = accumulate_dtype(request.config)
-    asked = d.grad_accum is not None or capabilities_of(request.config).sums_itself
+    asked = d.grad_accum is not None or request.can.sums_itself
     if asked and not (total.bytes >= 4 and _holds(total, d.grad_comm)):
         best = "fp64" if d.grad_comm is Dtype.fp64 else "fp32"
-        yield Violation(
-            request.show("dtype.grad_accum"),
+        yield request.wrong(
+            "dtype.grad_accum",
             f"sums in fewer bits than fp32 or than what arrives (dtype.grad_comm={d.grad_comm.name})",
             "null, fp32 or wider, and as wide as dtype.grad_comm",
             f"dtype.grad_accum={best}, or dtype.allow_low_precision_grads=true to accept it",
@@ -199,8 +199,8 @@ def microbatches_are_summed_wide(request: Request) -> Iterator[Violation]:
     config = request.config
     d, engine = config.dtype, config.engine.name
     for role, until in () if d.allow_low_precision_grads else narrow_waits(config):
-        yield Violation(
-            request.show(f"dtype.{role}"),
+        yield request.wrong(
+            f"dtype.{role}",
             f"engine={engine.name} keeps sums over microbatches in this dtype {until}, "
             f"narrower than dtype.main_grads={d.main_grads.name}",
             ", ".join(x.name for x in Dtype if _holds(x, d.main_grads)),
@@ -216,7 +216,7 @@ def main_weights_are_no_narrower(request: Request) -> Iterator[Violation]:
     if not _holds(d.main_params, d.compute):
         problem = f"cannot hold the numbers of dtype.compute={d.compute.name}"
         choices = ", ".join(x.name for x in Dtype if _holds(x, d.compute))
-        yield Violation(request.show("dtype.main_params"), problem, choices, f"dtype.main_params={d.compute.name}")
+        yield request.wrong("dtype.main_params", problem, choices, f"dtype.main_params={d.compute.name}")
 
 
 @rule()
@@ -225,8 +225,8 @@ def bits_do_not_depend_on_cuts(request: Request) -> Iterator[Violation]:
     config = request.config
     narrow = config.dtype.main_params.bytes < 4 and config.optimizer.name is not OptimizerName.adamw
     if narrow and config.engine.name is EngineName.native and config.numerics.mode in _BITWISE:
-        yield Violation(
-            request.show("optimizer.name", "dtype.main_params"),
+        yield request.wrong(
+            "optimizer.name dtype.main_params",
             f"rounding depends on where shards are cut, which numerics={config.numerics.mode.name} rules out",
             "adamw, or dtype.main_params of fp32 or fp64",
             "optimizer=adamw, dtype.main_params=fp32, or numerics=fast",
@@ -241,8 +241,8 @@ def integers_are_possible(request: Request) -> Iterator[Violation]:
         return
     d = config.dtype
     if d.grad_comm is not d.main_grads or d.main_grads.bytes > 4:
-        yield Violation(
-            request.show("numerics.mode", "dtype.main_grads", "dtype.grad_comm"),
+        yield request.wrong(
+            "numerics.mode dtype.main_grads dtype.grad_comm",
             "sends 64-bit integers and rounds once, to dtype.main_grads",
             "dtype.grad_comm equal to dtype.main_grads, fp32 or narrower",
             f"dtype.grad_comm={d.main_grads.name}" if d.main_grads.bytes <= 4 else "dtype=fp32, or dtype=bf16",
@@ -251,14 +251,14 @@ def integers_are_possible(request: Request) -> Iterator[Violation]:
     most = 61 - max(terms - 1, 0).bit_length()
     if bits > most:
         problem = f"leaves no room for a gradient of 1 in a sum of {terms} microbatches"
-        yield Violation(request.show("numerics.exact_bits"), problem, f"0 to {most}", f"numerics.exact_bits={most}")
+        yield request.wrong("numerics.exact_bits", problem, f"0 to {most}", f"numerics.exact_bits={most}")
 
 
 @rule("engine.double_buffer", "engine.prefetch")
 def prefetched_units_have_room(request: Request) -> Iterator[Violation]:
     if request.config.engine.prefetch > 1 and fixed_buffers(request.config):
         fix = "engine.prefetch=1, or engine.double_buffer=false nccl_ub=none"
-        yield Violation(request.show("engine.prefetch"), TOO_FAR_AHEAD, "0 or 1", fix)
+        yield request.wrong("engine.prefetch", TOO_FAR_AHEAD, "0 or 1", fix)
 
 
 def _as_override(path: str, value: Any) -> str:
@@ -268,7 +268,7 @@ def _as_override(path: str, value: Any) -> str:
 
 @rule("model.skip_idle")
 def idle_parameters_are_taken(request: Request) -> Iterator[Violation]:
-    config, can = request.config, capabilities_of(request.config)
+    config, can = request.config, request.can
     if not may_leave_unused(config):
         return
     where, then = "", ""
@@ -277,8 +277,8 @@ def idle_parameters_are_taken(request: Request) -> Iterator[Violation]:
     elif config.sharding.strategy in can.keeps_idle_gradients:
         where, then = "", "updates them by their last step's gradient again"
     if then:
-        yield Violation(
-            request.show("model.skip_idle"),
+        yield request.wrong(
+            "model.skip_idle",
             f"lets a microbatch leave parameters of model.family={config.model.family.name} without a gradient{where}; "
             f"engine={config.engine.name.name} then {then}",
             "false",
@@ -293,10 +293,10 @@ def lone_shards_are_right(request: Request) -> Iterator[Violation]:
     engine, strategy = config.engine.name, config.sharding.strategy
     splits = not Placements.of(strategy, None).accumulates_locally
     inner = data_ranks(config) // config.mesh.dp_outer
-    if capabilities_of(config).lone_gradient_shards or not splits or inner != 1:
+    if request.can.lone_gradient_shards or not splits or inner != 1:
         return
-    yield Violation(
-        request.show("mesh.world_size", "mesh.dp_outer"),
+    yield request.wrong(
+        "mesh.world_size mesh.dp_outer",
         f"splits gradients over groups of one rank, where engine={engine.name} scales them wrongly",
         "mesh.world_size of at least twice mesh.dp_outer",
         f"mesh.world_size={2 * config.mesh.dp_outer}, or sharding=optim, or engine=native",

@@ -15,7 +15,6 @@ from pathlib import Path
 from harness.config.captured import captured
 from harness.config.derived import may_leave_unused, state_bytes
 from harness.config.errors import Violation
-from harness.config.own import capabilities_of
 from harness.config.rank_environment import visible_devices
 from harness.config.rules.request import Request, rule
 from harness.config.schema import Backend, CkptPolicy, Config, Device, EngineName, Registration, WandbMode
@@ -45,9 +44,8 @@ def devices_exist(request: Request) -> Iterator[Violation]:
 def threads_have_processors(request: Request) -> Iterator[Violation]:
     c, have = request.config.cluster, os.cpu_count() or 1
     if c.backend is Backend.local and c.threads_per_rank > have:
-        subject = request.show("cluster.threads_per_rank")
         fix = f"cluster.threads_per_rank={max(1, have // request.config.mesh.world_size)}"
-        yield Violation(subject, "is more than this machine's processors", f"1 to {have}", fix)
+        yield request.wrong("cluster.threads_per_rank", "is more than this machine's processors", f"1 to {have}", fix)
 
 
 @rule()
@@ -71,32 +69,32 @@ def torch_is_installed(request: Request) -> Iterator[Violation]:
 def project_has_a_name(request: Request) -> Iterator[Violation]:
     project = request.config.wandb.project
     if not 0 < len(project) <= 128 or set(project) & set(r"/\#?%:"):
-        subject, problem = request.show("wandb.project"), "is not a name that W&B takes"
-        yield Violation(subject, problem, r"1 to 128 characters without / \ # ? % :", "wandb.project=sharded-training")
+        choices, fix = r"1 to 128 characters without / \ # ? % :", "wandb.project=sharded-training"
+        yield request.wrong("wandb.project", "is not a name that W&B takes", choices, fix)
 
 
 @rule()
 def wandb_can_start(request: Request) -> Iterator[Violation]:
-    subject = request.show("wandb.mode")
     try:
         mode = wandb_mode(request.config.wandb.mode, os.environ)
     except ValueError as error:
-        yield Violation(subject, str(error), fix="unset WANDB_MODE, or wandb=disabled")
+        yield request.wrong("wandb.mode", str(error), fix="unset WANDB_MODE, or wandb=disabled")
         return
     if mode is WandbMode.disabled:
         return
     if importlib.util.find_spec("wandb") is None:
-        yield Violation(subject, "the package wandb is not installed", fix="wandb=disabled, or pip install wandb")
+        fix = "wandb=disabled, or pip install wandb"
+        yield request.wrong("wandb.mode", "the package wandb is not installed", fix=fix)
     elif mode is WandbMode.online and not (request.config.launch.dry_run or has_key(os.environ)):
-        where = "neither WANDB_API_KEY nor ~/.netrc holds a key"
-        problem = f"{where} for {server(os.environ)}"
-        yield Violation(subject, problem, fix=f"wandb login, or wandb=offline and `{commands.verb('sync')}` later")
+        problem = f"neither WANDB_API_KEY nor ~/.netrc holds a key for {server(os.environ)}"
+        fix = f"wandb login, or wandb=offline and `{commands.verb('sync')}` later"
+        yield request.wrong("wandb.mode", problem, fix=fix)
 
 
 @rule()
 def engine_is_installed(request: Request) -> Iterator[Violation]:
     engine = request.config.engine.name
-    can = capabilities_of(request.config)
+    can = request.can
     wanted = can.package
     if wanted is None:
         return
@@ -117,8 +115,8 @@ def own_allocator_is_there(request: Request) -> Iterator[Violation]:
     here = config.cluster.backend is Backend.local and config.cluster.device is Device.cuda
     asks = config.engine.name is EngineName.megatron_fsdp and config.nccl_ub.mode is not Registration.none
     if here and asks and not any(map(importlib.util.find_spec, ALLOCATORS)):
-        yield Violation(
-            request.show("nccl_ub.mode"),
+        yield request.wrong(
+            "nccl_ub.mode",
             f"engine=megatron_fsdp registers with the allocator of {' or '.join(ALLOCATORS)}, and neither is installed",
             "none",
             "pip install megatron-core, or nccl_ub=none, or engine=native",
@@ -131,14 +129,14 @@ def torch_copes_with_idle_parameters(request: Request) -> Iterator[Violation]:
 
     Checked for this machine's torch, the default of jobs too.
     """
-    config, least = request.config, capabilities_of(request.config).idle_parameters_torch
+    config, least = request.config, request.can.idle_parameters_torch
     torch = versions(("torch",)).get("torch")
     brings_own = config.cluster.backend is not Backend.local and config.cluster.python is not None
     if least is None or torch is None or brings_own or tuple(map(int, torch.split(".")[:2])) >= least:
         return
     if may_leave_unused(config) and config.mesh.world_size > 1:
-        yield Violation(
-            request.show("model.skip_idle"),
+        yield request.wrong(
+            "model.skip_idle",
             "lets a microbatch leave parameters without a gradient on some ranks only;"
             f" engine={config.engine.name.name} on torch {torch} then reduces other buckets there, and hangs",
             "false",
@@ -168,7 +166,7 @@ def disk_takes_the_run(request: Request) -> Iterator[Violation]:
     cfg = request.config
     problem = room(Path(cfg.launch.root), 0 if cfg.launch.dry_run else written(cfg))
     if problem:
-        yield Violation(request.show("launch.root"), problem, fix="launch.root=A_WRITABLE_FOLDER_WITH_ROOM")
+        yield request.wrong("launch.root", problem, fix="launch.root=A_WRITABLE_FOLDER_WITH_ROOM")
 
 
 def room(root: Path, need: int) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from harness.config.errors import Violation
-from harness.config.own import capabilities_of
 from harness.config.rules.request import Request, rule
 from harness.config.schema import CtaPolicy, Numerics, Registration, SharpAxis
 
@@ -17,9 +16,9 @@ def registered_buffers_are_fixed(request: Request) -> Iterator[Violation]:
     if request.config.nccl_ub.mode is Registration.none or request.config.engine.double_buffer:
         return
     if "engine.double_buffer" in request.named:
-        subject = request.show("engine.double_buffer")
         problem = f"contradicts {request.show('nccl_ub.mode')}: buffers that come and go would be registered each time"
-        yield Violation(subject, problem, "true", "leave it out (nccl_ub implies it), or nccl_ub=none")
+        fix = "leave it out (nccl_ub implies it), or nccl_ub=none"
+        yield request.wrong("engine.double_buffer", problem, "true", fix)
 
 
 @rule()
@@ -65,7 +64,7 @@ def sharp_gives_up_order(request: Request) -> Iterator[Violation]:
     mode = request.config.numerics.mode
     if request.config.sharp.group.is_asked and mode is not Numerics.fast:
         problem = f"leaves the order of sums to the network, which numerics={mode.name} promises"
-        yield Violation(request.show("sharp.group"), problem, "none", "sharp=none, or numerics=fast")
+        yield request.wrong("sharp.group", problem, "none", "sharp=none, or numerics=fast")
 
 
 @rule("mesh.dp_outer")
@@ -75,9 +74,9 @@ def sharp_has_its_axis(request: Request) -> Iterator[Violation]:
     if group is SharpAxis.dp_outer and outer == 1:
         problem = "has no outer axis to act on: mesh.dp_outer=1"
         yield Violation("sharp.group=dp_outer", problem, "none, dp", "sharp=dp, or mesh=two_by_two")
-    elif group.is_asked and outer > 1 and not capabilities_of(config).orders_communicators:
-        yield Violation(
-            request.show("sharp.group", "mesh.dp_outer"),
+    elif group.is_asked and outer > 1 and not request.can.orders_communicators:
+        yield request.wrong(
+            "sharp.group mesh.dp_outer",
             f"engine={config.engine.name.name} creates the communicators of its two axes in an order of its own,"
             " and the first one to ask takes InfiniBand SHARP",
             "sharp=none, mesh.dp_outer=1",
@@ -89,11 +88,9 @@ def sharp_has_its_axis(request: Request) -> Iterator[Violation]:
 def sharp_asks_for_something(request: Request) -> Iterator[Violation]:
     sharp = request.config.sharp
     if sharp.group.is_asked and not (sharp.nvlink or sharp.infiniband):
-        yield Violation(
-            request.show("sharp.group", "sharp.nvlink", "sharp.infiniband"), "asks for neither kind", fix="sharp=none"
-        )
+        yield request.wrong("sharp.group sharp.nvlink sharp.infiniband", "asks for neither kind", fix="sharp=none")
     known = {name.lower() for name in ALGORITHMS}
     names = (sharp.algo or "Ring").removeprefix("^").split(",")
     if any(name.lower() not in known for name in names):
         choices = ", ".join(ALGORITHMS) + "; several joined by commas; all but them behind ^"
-        yield Violation(request.show("sharp.algo"), "names an algorithm NCCL does not have", choices, "sharp.algo=Ring")
+        yield request.wrong("sharp.algo", "names an algorithm NCCL does not have", choices, "sharp.algo=Ring")

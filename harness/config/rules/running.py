@@ -11,8 +11,7 @@ from harness.config.captured import captured
 from harness.config.derived import against_forks, devices_per_node
 from harness.config.doc import settings
 from harness.config.errors import Violation
-from harness.config.rules.numbers import STEP_LISTS
-from harness.config.rules.request import Request, rule
+from harness.config.rules.request import STEP_LISTS, Request, rule
 from harness.config.schema import Backend, CkptPolicy, Device, Dtype, EngineName, MeasureMode, WandbMode
 from harness.store.reading import folder_names
 from harness.store.redaction import redactor
@@ -35,18 +34,16 @@ def inline_is_one_local_rank(request: Request) -> Iterator[Violation]:
 def one_machine_without_a_scheduler(request: Request) -> Iterator[Violation]:
     c = request.config.cluster
     if c.backend is Backend.local and c.nodes > 1:
-        yield Violation(
-            request.show("cluster.nodes"), "cluster.backend=local is this machine only", "1", "cluster=slurm"
-        )
+        yield request.wrong("cluster.nodes", "cluster.backend=local is this machine only", "1", "cluster=slurm")
 
 
 @rule("cluster.time_min", "cluster.grace_s")
 def grace_is_within_the_limit(request: Request) -> Iterator[Violation]:
     c = request.config.cluster
     if c.backend is Backend.slurm and c.grace_s >= 60 * c.time_min:
-        subject = request.show("cluster.grace_s")
         problem = f"is not shorter than the limit, cluster.time_min={c.time_min} ({60 * c.time_min} s)"
-        yield Violation(subject, problem, f"0 to {60 * c.time_min - 1}", f"cluster.grace_s={min(120, 30 * c.time_min)}")
+        fix = f"cluster.grace_s={min(120, 30 * c.time_min)}"
+        yield request.wrong("cluster.grace_s", problem, f"0 to {60 * c.time_min - 1}", fix)
 
 
 @rule("mesh.world_size", "cluster.nodes", "cluster.gpus_per_node", "cluster.ranks_per_device")
@@ -58,8 +55,7 @@ def every_cuda_rank_gets_a_device(request: Request) -> Iterator[Violation]:
     if c.gpus_per_node < need:
         sharing = f", {c.ranks_per_device} to a device" if c.ranks_per_device > 1 else ""
         problem = f"is fewer than the {ranks // c.nodes} ranks on each of cluster.nodes={c.nodes} need{sharing}"
-        subject, fix = request.show("cluster.gpus_per_node"), f"cluster.gpus_per_node={need}"
-        yield Violation(subject, problem, f"{need} or more", fix)
+        yield request.wrong("cluster.gpus_per_node", problem, f"{need} or more", f"cluster.gpus_per_node={need}")
 
 
 @rule()
@@ -67,9 +63,9 @@ def shared_devices_have_no_switch(request: Request) -> Iterator[Violation]:
     """NVLink SHARP sums over devices; ranks that share one cannot use it."""
     config = request.config
     if config.cluster.ranks_per_device > 1 and config.sharp.group.is_asked and config.sharp.nvlink:
-        subject = request.show("cluster.ranks_per_device", "sharp.group")
         problem = "asks for NVLink SHARP among ranks that share a device"
-        yield Violation(subject, problem, "cluster.ranks_per_device=1, sharp=default, sharp=none", "leave sharp out")
+        choices = "cluster.ranks_per_device=1, sharp=default, sharp=none"
+        yield request.wrong("cluster.ranks_per_device sharp.group", problem, choices, "leave sharp out")
 
 
 OF_SETTINGS = {
@@ -182,10 +178,10 @@ def checkpoint_is_there(request: Request) -> Iterator[Violation]:
     problem = checkpoint_problem(Path(named))
     if problem:
         fix = "ckpt.load=runs/STUDY/RUN, its ckpt folder, a step-* folder in it, digits of its signature, or @last"
-        yield Violation(request.show("ckpt.load"), problem, fix=fix)
+        yield request.wrong("ckpt.load", problem, fix=fix)
     elif (newest := checkpoint_steps(Path(named))[-1]) > steps:
-        yield Violation(
-            request.show("ckpt.load"),
+        yield request.wrong(
+            "ckpt.load",
             f"begins after step {newest}, and train.steps={steps} counts from the beginning of training",
             fix=f"train.steps={newest + steps}, or an earlier step-* folder",
         )
@@ -215,8 +211,8 @@ def checkpoint_problem(path: Path) -> str:
 def rehearsed_stop_is_within_the_run(request: Request) -> Iterator[Violation]:
     at, steps, c = request.config.launch.preempt_at, request.config.train.steps, request.config
     if at >= steps:
-        subject, problem = request.show("launch.preempt_at"), f"is not before the last step, train.steps={steps}"
-        yield Violation(subject, problem, f"0 to {steps - 1}", f"launch.preempt_at={steps // 2}")
+        problem = f"is not before the last step, train.steps={steps}"
+        yield request.wrong("launch.preempt_at", problem, f"0 to {steps - 1}", f"launch.preempt_at={steps // 2}")
     elif at and c.ckpt.policy is CkptPolicy.none and c.cluster.backend is Backend.slurm:
         problem = "is requeued without a checkpoint, and would stop at the same step forever"
         yield Violation(f"{request.show('launch.preempt_at')} ckpt.policy=none", problem, fix="ckpt=last")
@@ -245,7 +241,7 @@ def timed_runs_do_nothing_else(request: Request) -> Iterator[Violation]:
 
 def _beside(request: Request, path: str, valid: str, fix: str = "") -> Violation:
     problem = "runs during the steps that measure=bench times"
-    return Violation(request.show(path), problem, valid, f"{fix or f'{path}={valid}'}, or measure=default")
+    return request.wrong(path, problem, valid, f"{fix or f'{path}={valid}'}, or measure=default")
 
 
 @rule("train.steps", "measure.warmup_steps")
@@ -254,13 +250,13 @@ def warm_up_leaves_steps_to_time(request: Request) -> Iterator[Violation]:
     if not _is_bench(request):
         return
     if warm_up < LEAST_WARM_UP:
-        subject = request.show("measure.warmup_steps")
         problem = "is too short: the first step makes what later ones keep, and memory is read in the last"
-        yield Violation(subject, problem, f"{LEAST_WARM_UP} or more", f"measure.warmup_steps={LEAST_WARM_UP}")
+        fix = f"measure.warmup_steps={LEAST_WARM_UP}"
+        yield request.wrong("measure.warmup_steps", problem, f"{LEAST_WARM_UP} or more", fix)
     if steps - warm_up < 2:
         problem = f"leaves {counted(max(steps - warm_up, 0), 'step')} to time after measure.warmup_steps={warm_up}"
         choices = f"{warm_up + 2} or more; ten timed steps make a median"
-        yield Violation(request.show("train.steps"), problem, choices, f"train.steps={warm_up + 10}")
+        yield request.wrong("train.steps", problem, choices, f"train.steps={warm_up + 10}")
 
 
 @rule("measure.rounding_draws", "measure.capture_steps")
@@ -271,16 +267,16 @@ def only_the_reference_is_perturbed(request: Request) -> Iterator[Violation]:
         return
     exact = config.dtype.compute is Dtype.fp64 and config.dtype.main_grads is Dtype.fp64
     if config.engine.name is not EngineName.single or not exact:
-        yield Violation(
-            request.show("measure.rounding_draws"),
+        yield request.wrong(
+            "measure.rounding_draws",
             f"perturbs the fp64 reference; this is engine={config.engine.name.name} with "
             f"dtype.compute={config.dtype.compute.name}",
             "0, or any number with engine=single dtype=fp64 mesh=one",
             "measure.rounding_draws=0",
         )
     elif 1 not in captured(config).gradients or config.cluster.device is not Device.cpu:
-        subject, problem = request.show("measure.rounding_draws"), "needs the gradients of step 1 on cluster.device=cpu"
-        yield Violation(subject, problem, fix="measure.capture_steps=[1] cluster.device=cpu")
+        problem = "needs the gradients of step 1 on cluster.device=cpu"
+        yield request.wrong("measure.rounding_draws", problem, fix="measure.capture_steps=[1] cluster.device=cpu")
 
 
 @rule("measure.trace_ranks")
@@ -288,16 +284,16 @@ def traced_ranks_are_there(request: Request) -> Iterator[Violation]:
     last, asked = request.config.mesh.world_size - 1, request.config.measure.trace_ranks
     if asked is not None and not (asked and set(asked) <= set(range(last + 1))):
         problem = f"are not all ranks of mesh.world_size={last + 1}" if asked else "names no rank"
-        subject = request.show("measure.trace_ranks")
-        yield Violation(subject, problem, f"numbers from 0 to {last}; null: all", "measure.trace_ranks=[0]")
+        choices = f"numbers from 0 to {last}; null: all"
+        yield request.wrong("measure.trace_ranks", problem, choices, "measure.trace_ranks=[0]")
 
 
 @rule("measure.memory_snapshot", "cluster.device")
 def snapshots_are_of_cuda(request: Request) -> Iterator[Violation]:
     measure = request.config.measure
     if measure.memory_snapshot and measure.trace_steps and request.config.cluster.device is Device.cpu:
-        yield Violation(
-            request.show("measure.memory_snapshot"),
+        yield request.wrong(
+            "measure.memory_snapshot",
             "records CUDA's allocator, and cluster.device=cpu has none: on a CPU the trace itself has every allocation",
             fix="leave it out, or cluster.device=cuda",
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import astuple, replace
 from typing import Any
 
@@ -12,8 +12,7 @@ from harness.config.derived import data_ranks
 from harness.config.doc import settings
 from harness.config.errors import Violation
 from harness.config.own import described
-from harness.config.rules.numbers import STEP_LISTS
-from harness.config.rules.request import Request, Rule, rule
+from harness.config.rules.request import STEP_LISTS, Request, Rule, rule
 from harness.config.schema import Config, DataConfig, DataKind, ModelFamily
 
 DECODERS = (ModelFamily.llama, ModelFamily.moe)
@@ -26,7 +25,7 @@ def heads_divide_the_width(request: Request) -> Iterator[Violation]:
     if m.family in DECODERS and m.dim % (2 * m.num_heads):
         lower = max(m.dim // (2 * m.num_heads), 1) * 2 * m.num_heads
         problem = f"is not an even multiple of model.num_heads={m.num_heads}: rotary embeddings need even heads"
-        yield Violation(request.show("model.dim"), problem, f"multiples of {2 * m.num_heads}", f"model.dim={lower}")
+        yield request.wrong("model.dim", problem, f"multiples of {2 * m.num_heads}", f"model.dim={lower}")
 
 
 @rule("model.num_heads", "model.num_kv_heads")
@@ -35,8 +34,8 @@ def groups_divide_the_heads(request: Request) -> Iterator[Violation]:
     if m.family in DECODERS and m.num_heads % m.num_kv_heads:
         valid = [d for d in range(1, m.num_heads + 1) if m.num_heads % d == 0]
         best = max(d for d in valid if d <= max(m.num_kv_heads, 1))
-        subject, problem = request.show("model.num_kv_heads"), f"does not divide model.num_heads={m.num_heads}"
-        yield Violation(subject, problem, ", ".join(map(str, valid)), f"model.num_kv_heads={best}")
+        problem = f"does not divide model.num_heads={m.num_heads}"
+        yield request.wrong("model.num_kv_heads", problem, ", ".join(map(str, valid)), f"model.num_kv_heads={best}")
 
 
 def _at_most(path: str, limit: str, words: str, why: str = "") -> Rule:
@@ -49,7 +48,7 @@ def _at_most(path: str, limit: str, words: str, why: str = "") -> Rule:
         if acts and setting.range and None not in (value, most) and value > most:
             fix = f"{path}={most}, or {limit}={value}"
             problem, choices = f"{words} {limit}={most}{why}", f"{setting.range.low} to {most}"
-            yield Violation(request.show(path), problem, choices, fix)
+            yield request.wrong(path, problem, choices, fix)
 
     return within
 
@@ -71,12 +70,13 @@ def batch_is_whole_microbatches(request: Request) -> Iterator[Violation]:
     if t.global_batch_size % unit == 0:
         return
     below = t.global_batch_size // unit * unit
-    yield Violation(
-        request.show("train.global_batch_size"),
+    smaller = "" if t.global_batch_size % ranks else f", or train.microbatch_size={t.global_batch_size // ranks}"
+    yield request.wrong(
+        "train.global_batch_size",
         f"is not divisible by {_ranks(request.config)} * train.microbatch_size ="
         f" {ranks} * {t.microbatch_size} = {unit}",
         ", ".join(str(n) for n in (below, below + unit, below + 2 * unit) if n),
-        f"train.global_batch_size={below or unit}{_smaller_microbatch(t.global_batch_size, ranks)}",
+        f"train.global_batch_size={below or unit}{smaller}",
     )
 
 
@@ -84,18 +84,12 @@ def _ranks(config: Config) -> str:
     return "mesh.world_size" if config.mesh.tp == 1 else "mesh.world_size / mesh.tp"
 
 
-def _smaller_microbatch(batch: int, ranks: int) -> str:
-    if batch % ranks:
-        return ""
-    return f", or train.microbatch_size={batch // ranks}"
-
-
 @rule("mesh.world_size", "cluster.nodes")
 def ranks_are_even_over_machines(request: Request) -> Iterator[Violation]:
     ranks, nodes = request.config.mesh.world_size, request.config.cluster.nodes
     if ranks % nodes:
-        subject, problem = request.show("mesh.world_size"), f"is not divisible by cluster.nodes={nodes}"
-        yield Violation(subject, problem, f"multiples of {nodes}", f"mesh.world_size={max(ranks // nodes, 1) * nodes}")
+        problem, fix = f"is not divisible by cluster.nodes={nodes}", f"mesh.world_size={max(ranks // nodes, 1) * nodes}"
+        yield request.wrong("mesh.world_size", problem, f"multiples of {nodes}", fix)
 
 
 @rule("train.steps", *STEP_LISTS)
@@ -107,7 +101,7 @@ def listed_steps_are_reached(request: Request) -> Iterator[Violation]:
         if missed:
             kept = [s for s in wanted if s <= steps]
             problem = f"names steps that train.steps={steps} never reaches: {missed}"
-            yield Violation(request.show(path), problem, f"steps from 1 to {steps}", f"{path}={kept}".replace(" ", ""))
+            yield request.wrong(path, problem, f"steps from 1 to {steps}", f"{path}={kept}".replace(" ", ""))
 
 
 PLANNED = (ModelFamily.llama,)
@@ -119,7 +113,7 @@ def tensor_axis_divides_the_ranks(request: Request) -> Iterator[Violation]:
     if mesh.world_size % mesh.tp:
         choices = ", ".join(str(n) for n in range(1, mesh.world_size + 1) if mesh.world_size % n == 0)
         fix = f"mesh.world_size={max(mesh.world_size // mesh.tp, 1) * mesh.tp}"
-        yield Violation(request.show("mesh.tp"), f"does not divide mesh.world_size={mesh.world_size}", choices, fix)
+        yield request.wrong("mesh.tp", f"does not divide mesh.world_size={mesh.world_size}", choices, fix)
 
 
 @rule("mesh.tp")
@@ -131,10 +125,10 @@ def tensor_parallelism_is_built(request: Request) -> Iterator[Violation]:
     if family not in PLANNED:
         problem = f"model.family={family.name} has no tensor-parallel plan"
         choices = "mesh.tp=1; families that do: " + ", ".join(each.name for each in PLANNED)
-        yield Violation(request.show("mesh.tp"), problem, choices, "mesh.tp=1, or model=tiny")
+        yield request.wrong("mesh.tp", problem, choices, "mesh.tp=1, or model=tiny")
     if config.sharp.group.is_asked:
         problem = f"is not implemented with mesh.tp={config.mesh.tp}: no communicator of three axes is given SHARP"
-        yield Violation(request.show("sharp.group"), problem, "none", "sharp=none")
+        yield request.wrong("sharp.group", problem, "none", "sharp=none")
 
 
 @rule("mesh.tp", "model.vocab_size")
@@ -148,7 +142,7 @@ def every_rank_has_tokens(request: Request) -> Iterator[Violation]:
         return
     problem = f"leaves the last of mesh.tp={tp} ranks no token, in parts of {-(-vocab // tp)}"
     fix = f"model.vocab_size={-(-vocab // tp) * tp}, or mesh.tp=1"
-    yield Violation(request.show("model.vocab_size"), problem, f"more than {tp - 1} parts", fix)
+    yield request.wrong("model.vocab_size", problem, f"more than {tp - 1} parts", fix)
 
 
 @rule("mesh.tp", "model.num_heads", "model.num_kv_heads", "model.ffn_dim", "data.seq_len")
@@ -159,15 +153,12 @@ def parts_are_even(request: Request) -> Iterator[Violation]:
     sizes = {path: int(request.value(path)) for path in ("model.num_heads", "model.num_kv_heads", "model.ffn_dim")}
     if config.mesh.sequence_parallel:
         sizes["data.seq_len"] = config.data.seq_len
-    common = _common((config.mesh.world_size, *sizes.values()), tp)
+    cut = (config.mesh.world_size, *sizes.values())
+    common = max(n for n in range(1, tp + 1) if not any(size % n for size in cut))
     for path, size in sizes.items():
         if size % tp:
             fix = f"{path}={max(size // tp, 1) * tp}, or mesh.tp={common}"
-            yield Violation(request.show(path), f"is not divisible by mesh.tp={tp}", f"multiples of {tp}", fix)
-
-
-def _common(sizes: Sequence[int], most: int) -> int:
-    return max(n for n in range(1, most + 1) if not any(size % n for size in sizes))
+            yield request.wrong(path, f"is not divisible by mesh.tp={tp}", f"multiples of {tp}", fix)
 
 
 _READS = ("data.seq_len", "data.header_bytes", "data.num_sequences")
@@ -227,7 +218,7 @@ def held_out_data_is_left(request: Request) -> Iterator[Violation]:
         if isinstance(facts, SourceFacts):
             held_out_batches(config, facts.num_sequences)
     except ValueError as error:
-        yield Violation(request.show("measure.validate_every"), str(error), fix="measure.validate_every=0")
+        yield request.wrong("measure.validate_every", str(error), fix="measure.validate_every=0")
 
 
 @rule(*_READS, "model.vocab_size")
@@ -236,4 +227,4 @@ def ids_fit_the_vocabulary(request: Request) -> Iterator[Violation]:
     if isinstance(facts, SourceFacts) and facts.max_token is not None and facts.max_token >= vocab:
         problem = f"{describe(request.config.data)} has token ids up to {facts.max_token} or more"
         fix = f"model.vocab_size={facts.max_token + 1}, or check data.token_dtype and data.header_bytes"
-        yield Violation(request.show("model.vocab_size"), problem, f"{facts.max_token + 1} or more", fix)
+        yield request.wrong("model.vocab_size", problem, f"{facts.max_token + 1} or more", fix)

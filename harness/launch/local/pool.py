@@ -21,8 +21,7 @@ from harness.config.derived import devices_per_node
 from harness.config.rank_environment import visible_devices
 from harness.config.schema import Device
 from harness.launch.local.run import Ended, LocalRun
-from harness.launch.opening import Opened, Sources, open_here
-from harness.launch.plan import Action, Decision, is_timed
+from harness.launch.opening import Action, Decision, Opened, Sources, is_timed, open_here
 from harness.store.errors import EXIT_BUSY, Busy, StoreError
 from harness.store.files import Lock, own_folder
 from harness.store.rank_place import STOP_SIGNALS, stop_reason

@@ -17,7 +17,7 @@ from harness.parity.outcome import REFUTED, Finding, Stage, measured
 from harness.parity.record import Record
 from harness.parity.tiers.arithmetic import SAFETY, SIGMAS
 from harness.parity.tiers.envelope import Envelope
-from harness.store.forward import Forward
+from harness.store.check_stream import Forward
 
 SAME = 1e-9
 """Largest relative difference of fp64 sums of equal numbers."""

@@ -1,0 +1,371 @@
+"""Comparison of two versions of the code: each composes and trains the request from its own files, under this Python.
+
+[Note: Nothing of the user's is touched] Files are written through a separate index. The user's index, branches, stashes
+and files do not change; contents only in the working tree become loose objects, as by `git stash create`.
+
+`<root>/.code/<tree>/files` is the version, read-only, named by its git tree, so that equal versions are one.
+`<root>/.code/<tree>/runs/<words>` is a store for each request: runs of two versions may have one name.
+
+A request stays words, read with the version's own schema, `conf/` and rules. Across versions only `run.py`,
+`launch.root`, `launch.dry_run` and the run directory are shared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import math
+import os
+import secrets
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from harness.config.doc import as_typed, settings
+from harness.config.errors import BadRequest, refuse
+from harness.config.words import quote
+from harness.launch.local.pool import listening
+from harness.launch.local.ranks import log_tail
+from harness.parity import Outcome, Stage, Verdict
+from harness.parity.tiers.comparable import REPEATABLE
+from harness.parity.versions import Side, changed_defaults, compare_versions
+from harness.store import checksums, commands, provenance, status
+from harness.store.errors import StoreError
+from harness.store.files import Lock
+from harness.store.provenance import OF_ANOTHER, PACKAGE, python_path
+from harness.store.rank_place import FOREIGN
+from harness.store.rundir import CONFIG
+from harness.store.status import State
+
+WORKTREE = "WORKTREE"
+FOLDER = ".code"
+SHORT = 7
+LISTED = 8
+TICK_S = 0.2
+OURS = {
+    "launch.root": "trials lie in stores of their own, under --root",
+    "launch.dry_run": "a verdict needs runs",
+    "launch.inline": "trials run in processes of their own",
+}
+
+
+@dataclass(frozen=True)
+class Request:
+    """Overrides of both runs, and their store. bitwise: any unequal bit is a difference."""
+
+    words: tuple[str, ...] = ()
+    root: str = "runs"
+    bitwise: bool = False
+
+    def check(self) -> None:
+        """Raises `BadRequest`: a setting is not the request's to choose, or bits are demanded where sums have no
+        order."""
+        for word in self.words:
+            if why := OURS.get(word.partition("=")[0]):
+                raise refuse(word, why, fix="leave it out")
+        modes = [word.partition("=")[2] for word in self.words if word.startswith(("numerics=", "numerics.mode="))]
+        if self.bitwise and not set(modes) & set(REPEATABLE):
+            problem = "demands bits, and numerics=fast promises no order of sums: two runs of one code may differ"
+            raise refuse("--bitwise", problem, choices=f"with numerics={' or numerics='.join(REPEATABLE)}")
+
+    def command(self, *before: str) -> str:
+        return commands.verb(shlex.join([*before, *self.words, *["--bitwise"] * self.bitwise]), self.root)
+
+
+def compare_code(request: Request, old: str, new: str, tell: Callable[[str], None]) -> Verdict:
+    """Verdict on the run of `new` against that of `old`; runs are made once and reused.
+
+    Raises `BadRequest` (no such revision, or the request does not compose; nothing was run) and `KeyboardInterrupt`.
+    """
+    request.check()
+    repository = Repository.own(request.root)
+    control, arm = (repository.version(revision) for revision in (old, new))
+    if "HEAD" in (control.asked, arm.asked) and repository.is_dirty():
+        tell(f"note: files differ from HEAD, and HEAD is the commit; {WORKTREE} stands for the files")
+    if control.tree == arm.tree:
+        return _one_version(request, repository, control, arm)
+    snapshots = [Snapshot(repository, version) for version in (control, arm)]
+    for snapshot in snapshots:
+        snapshot.check(request.words)
+    before, after = (_run(snapshot, request, tell) for snapshot in snapshots)
+    verdict = compare_versions(Side(after, arm.label), Side(before, control.label), bitwise=request.bitwise)
+    return replace(verdict, commands=_commands(request, verdict, control, arm))
+
+
+def _one_version(request: Request, repository: Repository, control: Version, arm: Version) -> Verdict:
+    before = repository.parents(control)[:1]
+    return Verdict(
+        Outcome.EQUAL,
+        f"EQUAL: {arm.label} and {control.label} hold the same files; there is one version of the code, and nothing"
+        " was run.",
+        arm.word,
+        control.word,
+        tier="T1",
+        admissible="T1: the files are the same",
+        commands=tuple(request.command("compare", "--code", each, arm.word) for each in before),
+    )
+
+
+def _run(snapshot: Snapshot, request: Request, tell: Callable[[str], None]) -> Path:
+    before = snapshot.done(request.words) is not None
+    state = "was run before" if before else f"training; progress is in {snapshot.log(request.words)}"
+    tell(f"{snapshot.version.label}: {state}")
+    return snapshot.run(request.words)
+
+
+def _commands(request: Request, verdict: Verdict, control: Version, arm: Version) -> tuple[str, ...]:
+    looks = tuple(command for command in verdict.commands if " --tensor " in command or " diff " in command)
+    again = ("compare", "--code", control.word, arm.word)
+    strange = any(each.stage is Stage.record and each.check not in settings() for each in verdict.findings)
+    if verdict.outcome is not Outcome.NOT_COMPARABLE or strange:
+        return looks or (f"{request.command(*again)} --json",)
+    typed = {word.partition("=")[0] for word in request.words}
+    values = changed_defaults(Path(verdict.arm), Path(verdict.control)).items()
+    more = tuple(f"{key}={as_typed(value)}" for key, value in values if key not in typed)
+    return (replace(request, words=(*request.words, *more)).command(*again), *looks) if more else looks
+
+
+class GitError(StoreError):
+    """Message of git."""
+
+
+@dataclass(frozen=True)
+class Version:
+    """One version of the code.
+
+    asked: revision as typed. commit: 40 digits; the base of WORKTREE. tree: git tree.
+    """
+
+    asked: str
+    commit: str
+    tree: str
+
+    @property
+    def label(self) -> str:
+        """`main (1a2b3c4)`, or the commit alone."""
+        if self.asked == WORKTREE:
+            return f"{WORKTREE} (on {self.commit[:SHORT]})"
+        return self.word if self.commit.startswith(self.asked) else f"{self.asked} ({self.commit[:SHORT]})"
+
+    @property
+    def word(self) -> str:
+        return WORKTREE if self.asked == WORKTREE else self.commit[:SHORT]
+
+
+class Repository:
+    def __init__(self, top: Path, cache: Path) -> None:
+        """top: the checkout. cache: `<root>/.code`, made at the first write."""
+        self.top, self.cache = top, cache
+
+    @classmethod
+    def own(cls, root: Path | str) -> Repository:
+        """Repository of the running code, with versions cached under the store's `root`.
+
+        Raises `BadRequest`: none (a wheel), or Python could not import a version from there.
+        """
+        home = PACKAGE.parent
+        cache = Path(root).expanduser().absolute() / FOLDER
+        if os.pathsep in str(cache):
+            problem = f"holds {os.pathsep} , which ends an entry of PYTHONPATH, by which a version finds its own files"
+            raise refuse(f"--root {root}", problem, fix="a folder without")
+        try:
+            top, why = cls(home, cache)._git("rev-parse", "--show-toplevel").strip(), ""
+        except GitError as error:
+            top, why = "", f" ({error})"
+        if not top or Path(top).resolve() != home.resolve():
+            fix = "git clone the project, pip install -e . there, and ask from inside the clone"
+            raise refuse(f"the code in {home}", f"is no git checkout of its own: it has one version{why}", fix=fix)
+        return cls(home, cache)
+
+    def version(self, revision: str) -> Version:
+        """Raises `BadRequest`: git knows no such commit."""
+        if revision == WORKTREE:
+            return Version(revision, self._git("rev-parse", "HEAD").strip(), self._worktree())
+        commit = self._commit(revision) or self._commit(f"origin/{revision}")  # a clone has its own branch alone
+        if not commit:
+            names = self._git("for-each-ref", "--format=%(refname:short)", "--sort=-committerdate", "refs/heads")
+            heads = names.split()
+            branches = ", ".join(heads[:LISTED]) + (", ..." if len(heads) > LISTED else "")
+            choices = f"a commit, a tag, or a branch ({branches or 'none'}); {WORKTREE} for the files as they are"
+            fix = "git log --oneline; git fetch --unshallow where a clone has no history"
+            raise refuse(repr(revision), "is no commit of this repository", choices=choices, fix=fix)
+        return Version(revision, commit, self._git("rev-parse", f"{commit}^{{tree}}").strip())
+
+    def _commit(self, revision: str) -> str:
+        try:
+            return self._git("rev-parse", "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}").strip()
+        except GitError:
+            return ""
+
+    def _worktree(self) -> str:
+        inside = self.cache.parent.is_relative_to(self.top) and self.cache.parent != self.top
+        hidden = [f"--exclude=/{self.cache.parent.relative_to(self.top)}/"] if inside else []
+        with self._own_index() as index:
+            self._git("read-tree", "HEAD", variables=index)
+            self._git("add", "--update", variables=index)
+            new = self._git("ls-files", "-z", "--others", "--exclude-standard", *hidden, variables=index)
+            self._git("update-index", "-z", "--add", "--stdin", variables=index, given=new)
+            return self._git("write-tree", variables=index).strip()
+
+    def is_dirty(self) -> bool:
+        return bool(self._git("status", "--porcelain", "--untracked-files=no").strip())
+
+    def parents(self, version: Version) -> list[str]:
+        return [each[:SHORT] for each in self._git("rev-parse", f"{version.commit}^@").split()]
+
+    def files(self, version: Version) -> Path:
+        """Folder of a version's files, created atomically and reused.
+
+        Raises `BadRequest` (git cannot write them) and `OSError` (the store cannot be written).
+        """
+        target = self.folder(version) / "files"
+        if target.is_dir():
+            return target
+        target.parent.mkdir(parents=True, exist_ok=True)
+        draft = target.with_name(f".files.{secrets.token_hex(6)}.tmp")
+        try:
+            with self._own_index() as index:
+                self._git("read-tree", version.tree, variables=index)
+                self._git("checkout-index", "--all", f"--prefix={draft}/", variables=index)
+            _protect(draft)
+            os.rename(draft, target)
+        except OSError:
+            if not target.is_dir():  # else another request was faster
+                raise
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
+        return target
+
+    def folder(self, version: Version) -> Path:
+        return self.cache / version.tree[:16]
+
+    @contextlib.contextmanager
+    def _own_index(self) -> Iterator[dict[str, str]]:
+        self.cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=self.cache, prefix=".index.") as folder:
+            yield {"GIT_INDEX_FILE": str(Path(folder) / "index")}
+
+    def _git(self, *arguments: str, variables: Mapping[str, str] | None = None, given: str = "") -> str:
+        outer = {name: value for name, value in os.environ.items() if name not in OF_ANOTHER}
+        command = ["git", "--no-optional-locks", "-C", str(self.top), *arguments]
+        environment, sent = outer | {"LC_ALL": "C"} | dict(variables or {}), given.encode(errors="surrogateescape")
+        try:
+            done = subprocess.run(command, env=environment, input=sent, capture_output=True, check=False)
+        except OSError as error:
+            raise GitError(f"git cannot be started: {error.strerror}") from error
+        if done.returncode:
+            lines = done.stderr.decode(errors="replace").strip().splitlines()
+            raise GitError(lines[-1] if lines else f"git {arguments[0]} ended with {done.returncode}")
+        return done.stdout.decode(errors="surrogateescape")
+
+
+def _protect(folder: Path) -> None:
+    for path in folder.rglob("*"):
+        if path.is_file() and not path.is_symlink():
+            path.chmod(path.stat().st_mode & ~0o222)
+
+
+class Snapshot:
+    def __init__(self, repository: Repository, version: Version) -> None:
+        """Write the version's files, unless present.
+
+        Raises `BadRequest`: it has no `run.py`, or Python would import another copy of the package.
+        """
+        self.version = version
+        self._folder = repository.folder(version)
+        self._files = repository.files(version)
+        if not (self._files / "run.py").is_file():
+            fix = "git log --diff-filter=A --format=%h -- run.py names the first commit that has it"
+            raise refuse(version.label, "has no run.py: it is older than this command line", fix=fix)
+        self._check_import()
+
+    def check(self, words: Sequence[str]) -> None:
+        """Compose the request, and start nothing. Raises `BadRequest` with the version's message."""
+        log = self._store(words).with_suffix(".check.log")
+        if self.done(words) is None and self._call([*words, "launch.dry_run=true"], self._store(words), log):
+            raise self._refusal(log)
+
+    def run(self, words: Sequence[str]) -> Path:
+        """Run directory of the request, run if not done; its state tells the outcome.
+
+        Raises `BadRequest`: it does not compose, or made no run; with the version's message. `KeyboardInterrupt` stops
+        the run too; a repeated call resumes it.
+        """
+        store, log = self._store(words), self.log(words)
+        store.parent.mkdir(parents=True, exist_ok=True)
+        lock = Lock.acquire(store.with_suffix(".lock"), timeout_s=math.inf)
+        assert lock is not None
+        with lock:
+            if (done := self.done(words)) is not None:
+                return done
+            code = self._call(words, store, log)
+            run = self._found(words)
+            if code == 2 or run is None:
+                raise self._refusal(log)
+            self._sign(run)
+            return run
+
+    def log(self, words: Sequence[str]) -> Path:
+        return self._store(words).with_suffix(".log")
+
+    def _store(self, words: Sequence[str]) -> Path:
+        return self._folder / "runs" / hashlib.sha256("\n".join(words).encode()).hexdigest()[:8]
+
+    def _found(self, words: Sequence[str]) -> Path | None:
+        return next((path.parent for path in sorted(self._store(words).glob(f"*/*/{CONFIG}"))), None)
+
+    def done(self, words: Sequence[str]) -> Path | None:
+        run = self._found(words)
+        state = None if run is None else status.effective(run)
+        return run if state is not None and state.state is State.done else None
+
+    def _call(self, words: Sequence[str], root: Path, log: Path) -> int:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, str(self._files / "run.py"), *words, f"launch.root={quote(str(root))}"]
+        with listening() as asked, log.open("wb") as output:
+            started = subprocess.Popen(
+                command, env=self._environment(), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
+            )
+            announced = False
+            while started.poll() is None:
+                if asked.stops and not announced:
+                    announced = True
+                    started.send_signal(asked.stops[0])
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    started.wait(TICK_S)
+        if announced:
+            raise KeyboardInterrupt
+        return started.returncode
+
+    def _environment(self) -> dict[str, str]:
+        kept = {name: value for name, value in os.environ.items() if name not in (*FOREIGN, *OF_ANOTHER)}
+        # The store may lie inside a repository: its commit is not the version's.
+        return kept | {"PYTHONPATH": python_path(kept, self._files), "GIT_CEILING_DIRECTORIES": str(self._folder)}
+
+    def _check_import(self) -> None:
+        command = [sys.executable, "-P", "-c", "import harness; print(list(harness.__path__)[0])"]
+        done = subprocess.run(command, env=self._environment(), capture_output=True, text=True, check=False)
+        found = done.stdout.strip()
+        if not found or Path(found).resolve() != (self._files / "harness").resolve():
+            last = (done.stderr.strip().splitlines() or ["nothing"])[-1]
+            problem = f"is not what Python imports from its own files: it finds {found or last}"
+            raise refuse(self.version.label, problem, fix="leave -I, -E and import hooks out of the environment")
+
+    def _refusal(self, log: Path) -> BadRequest:
+        tail = log_tail(log)
+        if (at := max(tail.rfind("bad request"), tail.rfind("refused:\n"))) >= 0:
+            own = f"Its own words:\n{tail[at:]}"
+        else:
+            own = f"It ends with: {tail.splitlines()[-1] if tail else 'nothing'} ({log})"
+        return refuse(self.version.label, f"cannot do what is asked. {own}")
+
+    def _sign(self, run: Path) -> None:
+        if not provenance.read(run).get("git"):
+            held = {"sha": self.version.commit, "branch": "", "dirty": self.version.asked == WORKTREE, "changed": []}
+            provenance.merge(run, {"git": held})
+            checksums.renew(run)
