@@ -117,7 +117,7 @@ def _process(
         tokens=_number(timed[-1]["tokens"]),
         loss=timed[-1]["loss"],
         comm=timed[-1]["comm"],
-        **_storage(summary, timed),
+        **_storage(summary),
         accounted_bytes=sum(summary["accounted_bytes"].values()),
         planned=summary.get("planned") or {},
         leaves_plan=leaves_plan(summary),
@@ -134,23 +134,11 @@ def _number(value: Any) -> Any:
     return value
 
 
-def _storage(summary: Mapping[str, Any], timed: Sequence[Mapping[str, Any]]) -> dict[str, int | None]:
-    followed = summary.get("tensor_bytes")
-    if followed is not None:
-        return {
-            "persistent_bytes": max(followed["persistent"]),
-            "peak_bytes": max(followed["peak"]),
-            "growth_bytes": max(followed["growth"]),
-            "outside_bytes": max(followed["outside"]) if "outside" in followed else None,
-        }
-    memory = [line["memory"] for line in timed]
-    if memory[-1].get("peak_tensor_bytes") is None:
-        return dict.fromkeys(("persistent_bytes", "peak_bytes", "growth_bytes", "outside_bytes"))
+def _storage(summary: Mapping[str, Any]) -> dict[str, int | None]:
+    followed = summary.get("tensor_bytes") or {}
     return {
-        "persistent_bytes": memory[-1]["persistent_tensor_bytes"],
-        "peak_bytes": max(of_step["peak_tensor_bytes"] for of_step in memory),
-        "growth_bytes": memory[-1]["persistent_tensor_bytes"] - memory[0]["persistent_tensor_bytes"],
-        "outside_bytes": None,
+        f"{name}_bytes": max(followed[name]) if name in followed else None
+        for name in ("persistent", "peak", "growth", "outside")
     }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 
 from harness.bench.record import Process
-from harness.bench.report import Report, Row, Target, machine
+from harness.bench.report import Report, Row, machine
 from harness.bench.stats import CONFIDENCE, Interval
 from harness.store import screen
 from harness.store.screen import mib, ms
@@ -55,17 +55,13 @@ def text(report: Report) -> str:
         table = screen.table([*COLUMNS], [_cells(row) for row in regime.rows], room)
         lines += ["", *prose(regime.title), "", *table]
         if regime.targets:
-            targets = [_target_cells(target) for target in regime.targets]
+            targets = [(t.strategy, t.native, t.best, interval_text(t.ratio), t.finding) for t in regime.targets]
             lines += ["", *screen.table(TARGET_HEAD, targets, room, flexible=(4,), folded=(4,))]
     return "\n".join([*lines, *prose("", *LEGEND, *_about_intervals(report), "", *_against(report))])
 
 
 def _cells(row: Row) -> list[str]:
     return [shown(row) for shown in COLUMNS.values()]
-
-
-def _target_cells(target: Target) -> tuple[str, ...]:
-    return (target.strategy, target.native, target.best, interval_text(target.ratio), target.finding)
 
 
 def interval_text(found: Interval | None) -> str:

@@ -1,15 +1,13 @@
 """Sizes, counts and a sample of token ids of a data source, without reading it.
 
-Runs before any rank starts, without torch or numpy. Every fault is a ValueError that names the value, the setting and
+Runs before any rank starts, without torch. Every fault is a ValueError that names the value, the setting and
 the fix.
 """
 
 from __future__ import annotations
 
 import os
-import sys
 import sysconfig
-from array import array
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -151,14 +149,10 @@ def _window_max(found: list[Piece], start: int) -> int:
         if start < piece.num_tokens:
             break
         start -= piece.num_tokens
-    tokens = array("H" if piece.token_bytes == 2 else "I")
-    with piece.path.open("rb") as file:
-        file.seek(piece.offset + start * piece.token_bytes)
-        data = file.read(SAMPLE_TOKENS * piece.token_bytes)
-    tokens.frombytes(data[: len(data) - len(data) % piece.token_bytes])
-    if sys.byteorder == "big":
-        tokens.byteswap()
-    return max(tokens)
+    import numpy as np
+
+    at = piece.offset + start * piece.token_bytes
+    return int(np.fromfile(piece.path, f"<u{piece.token_bytes}", SAMPLE_TOKENS, offset=at).max())
 
 
 def held_out_batches(config: Config, num_sequences: int) -> range:

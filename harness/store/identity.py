@@ -35,47 +35,39 @@ FREE = (
 HELD = ("cluster.device", "cluster.threads_per_rank")
 """Settings of a free group that must agree: sums depend on both."""
 
-ADDED: dict[tuple[str, str], Any] = {
-    ("dtype", "fp8"): None,
-    ("dtype", "fp8_history"): 1024,
-    ("ckpt", "minutes"): 10.0,
-    ("measure", "rounding_fp8"): False,
-    ("model", "target"): None,
-    ("model", "parameters"): None,
-    ("data", "target"): None,
-    ("optimizer", "target"): None,
-    ("optimizer", "options"): {},
-    ("measure", "callbacks"): [],
-    ("measure", "validate_every"): 0,
-    ("measure", "validation_batches"): 1,
-    ("measure", "validation_path"): None,
-    ("ckpt", "keep_best"): 0,
-    ("measure", "trace_steps"): [],
-    ("measure", "trace_ranks"): [0],
-    ("measure", "memory_snapshot"): False,
-    ("measure", "step_checks"): True,
-    ("measure", "step_checks_limit_mib"): 256,
-    ("measure", "step_checks_share"): 0.02,
-    ("fault", "begins_at"): 1,
+ADDED: Mapping[str, Mapping[str, Any]] = {
+    "model": {"target": None, "parameters": None},
+    "data": {"target": None},
+    "optimizer": {"target": None, "options": {}},
+    "dtype": {"fp8": None, "fp8_history": 1024},
+    "ckpt": {"minutes": 10.0, "keep_best": 0},
+    "fault": {"begins_at": 1},
+    "measure": {
+        "rounding_fp8": False,
+        "callbacks": [],
+        "validate_every": 0,
+        "validation_batches": 1,
+        "validation_path": None,
+        "trace_steps": [],
+        "trace_ranks": [0],
+        "memory_snapshot": False,
+        "step_checks": True,
+        "step_checks_limit_mib": 256,
+        "step_checks_share": 0.02,
+    },
 }
 """Later settings, each with the value of runs before it existed, or with one that trains alike."""
 
-RENAMED: dict[tuple[str, str], str] = {
-    ("measure", "vouch"): "step_checks",
-    ("measure", "vouch_limit_mib"): "step_checks_limit_mib",
+RENAMED: Mapping[str, Mapping[str, str]] = {
+    "measure": {"step_checks": "vouch", "step_checks_limit_mib": "vouch_limit_mib"}
 }
-"""Names of settings today, by the former ones, which stored runs and all signatures have."""
+"""Former names of settings by those of today, which stored runs and all signatures have."""
 
-REMOVED: dict[tuple[str, str], Any] = {
-    ("launch", "fail_fast"): False,
-    ("cluster", "bind_to_device"): True,
-    ("cluster", "container_image"): None,
-    ("cluster", "container_mounts"): [],
-    ("cluster", "gres"): None,
-    ("engine", "accumulate_unsharded"): False,
-    ("engine", "unit_min_elements"): 0,
-    ("engine", "prefetch_limit_bytes"): None,
-    ("ckpt", "background"): False,
+REMOVED: Mapping[str, Mapping[str, Any]] = {
+    "launch": {"fail_fast": False},
+    "cluster": {"bind_to_device": True, "container_image": None, "container_mounts": [], "gres": None},
+    "engine": {"accumulate_unsharded": False, "unit_min_elements": 0, "prefetch_limit_bytes": None},
+    "ckpt": {"background": False},
 }
 """Settings of stored runs that are none today, each with its default, which signatures still have."""
 
@@ -102,15 +94,10 @@ def canonical(config: dict[str, Any]) -> str:
     non-finite float. `TypeError`: a value is not plain (an enum, a tensor).
     """
     kept = {key: value for key, value in config.items() if key not in EXCLUDED}
-    for (group, key), without in ADDED.items():
-        if group in kept and kept[group].get(key) == without:
-            kept[group] = {name: value for name, value in kept[group].items() if name != key}
-    for (group, name), usual in REMOVED.items():
-        if group in kept:
-            kept[group] = {name: usual} | kept[group]
-    for (group, former), name in RENAMED.items():
-        if name in kept.get(group, {}):
-            kept[group] = {(former if key == name else key): value for key, value in kept[group].items()}
+    for group in kept.keys() & {*ADDED, *REMOVED, *RENAMED}:
+        later, former = ADDED.get(group, {}), RENAMED.get(group, {})
+        own = {key: value for key, value in kept[group].items() if key not in later or value != later[key]}
+        kept[group] = dict(REMOVED.get(group, {})) | {former.get(key, key): value for key, value in own.items()}
     if kept.get("sharp", {}).get("group") == "default" and config.get("cluster", {}).get("device", "cpu") == "cpu":
         kept["sharp"] = kept["sharp"] | {"group": "none"}
     return json.dumps(kept, sort_keys=True, separators=(",", ":"), allow_nan=False)
@@ -118,13 +105,12 @@ def canonical(config: dict[str, Any]) -> str:
 
 def current(config: dict[str, Any]) -> dict[str, Any]:
     """A stored configuration under today's names of settings, without those that are gone."""
-    for (group, former), name in RENAMED.items():
-        if isinstance(config.get(group), dict) and former in config[group]:
-            config = config | {group: {(name if key == former else key): v for key, v in config[group].items()}}
-    for (group, name), usual in REMOVED.items():
-        held = config.get(group)
-        if isinstance(held, dict) and name in held and (group in EXCLUDED or held[name] == usual):
-            config = config | {group: {key: value for key, value in config[group].items() if key != name}}
+    for group in config.keys() & {*REMOVED, *RENAMED}:
+        if isinstance(held := config[group], dict):
+            gone, names = REMOVED.get(group, {}), {former: name for name, former in RENAMED.get(group, {}).items()}
+            dropped = {key for key in gone.keys() & held.keys() if group in EXCLUDED or held[key] == gone[key]}
+            kept = {names.get(key, key): value for key, value in held.items() if key not in dropped}
+            config = config | {group: kept}
     return config
 
 

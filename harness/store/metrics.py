@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import math
+import mmap
 import os
 import statistics
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -98,19 +100,12 @@ class MetricsWriter:
 
 
 def _cut_torn_end(path: Path) -> None:
-    try:
-        with path.open("rb+") as file:
-            size = end = file.seek(0, os.SEEK_END)
-            whole = 0
-            while end and not whole:  # from its end: the record of a long run is large
-                begin = max(0, end - TAIL_BYTES)
-                file.seek(begin)
-                whole = file.read(end - begin).rfind(b"\n") + 1
-                whole, end = (begin + whole if whole else 0), begin
+    with suppress(FileNotFoundError), path.open("rb+") as file:
+        if size := file.seek(0, os.SEEK_END):
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:  # the record of a long run is large
+                whole = data.rfind(b"\n") + 1
             if whole != size:
                 file.truncate(whole)
-    except FileNotFoundError:
-        return
 
 
 def iter_metrics(path: Path, shape: Mapping[str, Shape] = STEP) -> Iterator[dict[str, Any]]:

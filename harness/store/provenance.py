@@ -140,12 +140,7 @@ def source_files(package: Path = PACKAGE) -> list[Path]:
 
 def sources_digest(package: Path = PACKAGE) -> str:
     """SHA-256 over paths and bytes of the sources that can change a number, 64 hex digits."""
-    digest = hashlib.sha256()
-    for path in source_files(package):
-        content = path.read_bytes()
-        digest.update(f"{path.relative_to(package).as_posix()}\0{len(content)}\0".encode())
-        digest.update(content)
-    return digest.hexdigest()
+    return files_digest(package, (path.relative_to(package).as_posix() for path in source_files(package)))
 
 
 def files_digest(root: Path, names: Iterable[str]) -> str:

@@ -69,7 +69,7 @@ def test_runs_keep_their_identity_when_settings_are_added(config):
 
 def test_runs_keep_their_identity_when_settings_are_removed(config):
     """Stored runs have them still; one that was made with another value is another run, and no request of today's."""
-    for (group, key), usual in identity.REMOVED.items():
+    for group, key, usual in ((group, *pair) for group, gone in identity.REMOVED.items() for pair in gone.items()):
         stored = config | {group: config[group] | {key: usual}}
         assert identity.signature(stored) == identity.signature(config)
         assert identity.current(stored) == config
