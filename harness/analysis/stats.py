@@ -6,12 +6,7 @@ from collections.abc import Sequence
 
 import pandas as pd
 
-PARTS = {
-    "data_s": "data",
-    "forward_s": "forward",
-    "backward_s": "backward",
-    "optimizer_s": "optimizer",
-}
+PARTS = {"data_s": "data", "forward_s": "forward", "backward_s": "backward", "optimizer_s": "optimizer"}
 
 WARM_UP = 1
 

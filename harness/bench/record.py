@@ -99,11 +99,7 @@ def load(path: Path) -> Process | str:
 
 
 def _process(
-    run: RunDir,
-    ended: str,
-    config: Mapping[str, Any],
-    summary: Mapping[str, Any],
-    lines: Sequence[Mapping[str, Any]],
+    run: RunDir, ended: str, config: Mapping[str, Any], summary: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]
 ) -> Process:
     timed = lines[config["measure"]["warmup_steps"] :]
     return Process(

@@ -189,10 +189,7 @@ class EngineName(Choice):
         "ext",
         f"An engine of your own: engine.adapter=package.module:Class ({page('adapter.md')}).",
         Capabilities(
-            strategies=tuple(Strategy),
-            equal_dtypes=(),
-            own_optimizers=tuple(Strategy),
-            settings=("engine.adapter",),
+            strategies=tuple(Strategy), equal_dtypes=(), own_optimizers=tuple(Strategy), settings=("engine.adapter",)
         ),
     )
 

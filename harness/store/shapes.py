@@ -193,10 +193,7 @@ STUDY: Shape = {
     "window?": Maybe(int),
     "request?": Each(list, str),
     "folder?": str,
-    "cells": Each(
-        list,
-        {"signature": str, "directory": str, "overrides?": Each(list, str), "control": Maybe(str)},
-    ),
+    "cells": Each(list, {"signature": str, "directory": str, "overrides?": Each(list, str), "control": Maybe(str)}),
 }
 
 STEP: Mapping[str, Shape] = {

@@ -190,7 +190,7 @@ def test_a_silent_controller_proves_nothing(commands):
     commands()
     assert Scheduler()(of()) is None
     with pytest.raises(SlurmError, match="squeue: no"):
-        Scheduler().queue()
+        Scheduler()._jobs("squeue")
 
 
 def test_a_run_whose_number_was_lost_is_found_by_its_token(commands):
@@ -307,7 +307,7 @@ MUTANTS = {
     ),
     "once a look": (
         test_commands_that_do_not_answer_are_waited_for_once_a_look,
-        Slip(Scheduler, "_array", "if command in self._mute", "if False", "Every array waits again"),
+        Slip(Scheduler, "_jobs", "command not in self._mute and ", "", "Every array waits again"),
     ),
 }  # fmt: skip
 

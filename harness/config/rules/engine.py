@@ -6,13 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from harness.config.capabilities import ENGINES
-from harness.config.derived import (
-    accumulate_dtype,
-    data_ranks,
-    fixed_buffers,
-    global_microbatches,
-    may_leave_unused,
-)
+from harness.config.derived import accumulate_dtype, data_ranks, fixed_buffers, global_microbatches, may_leave_unused
 from harness.config.doc import as_typed
 from harness.config.errors import Violation
 from harness.config.own import capabilities_of

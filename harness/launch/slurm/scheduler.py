@@ -145,8 +145,7 @@ Jobs = Mapping[str, Job]
 
 class Scheduler:
     def __init__(self) -> None:
-        self._queue: Jobs | SlurmError | None = None
-        self._ended: dict[tuple[str, str], Jobs | SlurmError] = {}
+        self._answers: dict[tuple[str, str], Jobs | SlurmError] = {}
         self._mute: dict[str, SlurmError] = {}
 
     def __call__(self, status: Status) -> tuple[State, str] | None:
@@ -157,47 +156,50 @@ class Scheduler:
             return None
         return _missing(status) if job is None else judge(status, job)
 
-    def queue(self) -> Jobs:
-        """Waiting, running and recent jobs, by id. Raises `SlurmError`: the controller does not answer."""
-        if self._queue is None:
+    def _jobs(self, command: str, main: str = "") -> Jobs:
+        """Jobs by id, asked for once. Raises `SlurmError`: no answer; what timed out is not asked again."""
+        key = command, main
+        if command not in self._mute and key not in self._answers:
             try:
-                mine = f"--user={os.getuid()}"  # all of a large cluster's jobs would take long
-                text = ask("squeue", "--noheader", "--array", "--states=all", mine, f"--format={SQUEUE}")
-                self._queue = {job.id: job for job in parse_squeue(text)}
+                self._answers[key] = {job.id: job for job in _ASKED[command](main)}
+            except NoAnswer as error:
+                self._mute[command] = error
             except SlurmError as error:
-                self._queue = error
-                if isinstance(error, NoAnswer):
-                    self._mute["squeue"] = error
-        return _jobs(self._queue)
+                self._answers[key] = error
+        answer = self._mute.get(command) or self._answers[key]
+        if isinstance(answer, SlurmError):
+            raise answer
+        return answer
 
     def job_of(self, status: Status) -> Job | None:
         """Job of a submitted run, by its id, or by the token in its name if a crash lost the id.
 
         Raises `SlurmError`: no command with the facts has answered.
         """
+        heard = True
         try:
             queued = self._queued(status)
         except SlurmError:
-            queued = None
+            queued, heard = None, False
             if not status.job:
                 raise
         if queued is not None and queued.state in WAITING | RUNNING:
             return queued
         number = queued.id if queued else status.job
-        return self._ended_job(number, queued, status) if number else None
+        return self._ended_job(number, queued, status, heard=heard) if number else None
 
     def _queued(self, status: Status) -> Job | None:
         if status.job:
-            return _of(status, self.queue().get(status.job))
-        named = [job for job in self.queue().values() if _of(status, job)]
+            return _of(status, self._jobs("squeue").get(status.job))
+        named = [job for job in self._jobs("squeue").values() if _of(status, job)]
         return next((job for job in named if job.id.partition("_")[2] in ("", str(status.index))), None)
 
-    def _ended_job(self, number: str, queued: Job | None, status: Status) -> Job | None:
+    def _ended_job(self, number: str, queued: Job | None, status: Status, *, heard: bool) -> Job | None:
         silent: SlurmError | None = None
         living: Job | None = None
         for command in ("sacct", "scontrol"):
             try:
-                found = _of(status, _jobs(self._array(command, number.partition("_")[0])).get(number))
+                found = _of(status, self._jobs(command, number.partition("_")[0]).get(number))
             except SlurmError as error:
                 silent = error
                 continue
@@ -206,22 +208,9 @@ class Scheduler:
             living = living or found  # accounting lags behind: of what lives it knows less than the controller
         if living is not None and silent is not None:
             return living
-        if queued is None and silent is not None and isinstance(self._queue, SlurmError):
+        if silent is not None and not heard:
             raise silent  # likewise, that it knows nothing means little
         return queued
-
-    def _array(self, command: str, main: str) -> Jobs | SlurmError:
-        if command in self._mute:
-            return self._mute[command]
-        if (command, main) not in self._ended:
-            try:
-                self._ended[command, main] = {job.id: job for job in _ASKED[command](main)}
-            except NoAnswer as error:
-                self._mute[command] = error
-                return error
-            except SlurmError as error:
-                self._ended[command, main] = error
-        return self._ended[command, main]
 
 
 def _of(status: Status, job: Job | None) -> Job | None:
@@ -230,10 +219,10 @@ def _of(status: Status, job: Job | None) -> Job | None:
     return job if ours else None
 
 
-def _jobs(answer: Jobs | SlurmError) -> Jobs:
-    if isinstance(answer, SlurmError):
-        raise answer
-    return answer
+def _queued(_: str) -> list[Job]:
+    """Waiting, running and recent jobs of this user: all of a large cluster's would take long."""
+    mine = f"--user={os.getuid()}"
+    return parse_squeue(ask("squeue", "--noheader", "--array", "--states=all", mine, f"--format={SQUEUE}"))
 
 
 def _from_controller(main: str) -> list[Job]:
@@ -250,6 +239,7 @@ def _from_controller(main: str) -> list[Job]:
 
 
 _ASKED: Mapping[str, Callable[[str], list[Job]]] = {
+    "squeue": _queued,
     "sacct": lambda main: parse_sacct(ask("sacct", "-n", "-P", "-X", "-j", main, f"--format={SACCT}")),
     "scontrol": _from_controller,
 }
