@@ -311,8 +311,9 @@ class ReplicatedEngine(ShardedEngine):
         with torch.no_grad():
             for name, weight in weights.items():
                 weight.copy_(tp_shards[name].cut(workload.initial_weight(name, shapes[name])))
+        self.uncast = uncast(self.model)  # before copies shadow them
         if self.compute_dtype is not self.main_dtype or self.grid is not None:
-            shadow_weights(self.model, self.compute_dtype, self.planned.specs, uncast(self.model))
+            shadow_weights(self.model, self.compute_dtype, self.planned.specs, self.uncast)
         self._finish(weights, shapes, None, fused=fused, tp_shards=tp_shards, tensor=tensor)
 
     def seen(self) -> Seen | None:
@@ -339,6 +340,5 @@ class ReplicatedEngine(ShardedEngine):
         """Bytes by role; gradients count, though they are freed between steps."""
         if self.compute_dtype is self.main_dtype:
             return super().accounted_bytes()
-        kept = uncast(self.model)
-        cast = sum(weight.numel() for weight in self.weights.values() if id(weight) not in kept)
+        cast = sum(weight.numel() for weight in self.weights.values() if id(weight) not in self.uncast)
         return super().accounted_bytes() | {"compute_weights": cast * self.compute_dtype.itemsize}
