@@ -116,10 +116,18 @@ class Calibration(NamedTuple):
             return {"step_s": None, "parts": {}}
         found = {name: self.part(name, cell, plan) for name in PARTS}
         seconds = [each for each, _ in found.values() if each is not None]
-        return {"step_s": sum(seconds) if len(seconds) == len(found) else None, "parts": found}
+        step_s = sum(seconds) if len(seconds) == len(found) else None
+        return {"step_s": step_s, "parts": found, "disturbance": self.run.disturbance}
 
     def table(self, cell: Cell, plan: Plan) -> list[str]:
         step = self.step(cell, plan)
         rows = [[name, screen.ms(seconds, 2), source] for name, (seconds, source) in step["parts"].items()]
         rows.append(["together", screen.ms(step["step_s"], 2), ""])
-        return screen.table(["part of a step", "ms", "from"], rows, screen.width(), flexible=(2,), folded=(2,))
+        lines = screen.table(["part of a step", "ms", "from"], rows, screen.width(), flexible=(2,), folded=(2,))
+        return [*lines, *self.caveats]
+
+    @property
+    def caveats(self) -> list[str]:
+        """That the run's constants are of a machine with other work, where it was."""
+        found = self.run.disturbance
+        return screen.fold(f"{self.run.run} was disturbed: {found}", screen.width(), screen.INDENT) if found else []

@@ -109,12 +109,12 @@ def advised(cell: Cell, plan: Mapping[str, Any]) -> list[str]:
         return []
     peak, memory = plan["peak"]["total"], f"cluster.device_memory={room} GiB"
     if fits:
-        return ["", *screen.fold(f"fits: the peak is {peak / GIB:.2f} of {memory}", screen.width(), screen.INDENT)]
+        return ["", *screen.fold(f"fits: the peak is {_gib(peak)} of {memory}", screen.width(), screen.INDENT)]
     is_kept = sum(plan["kept"].values()) - plan["on_host"] > room * GIB
     binds = "what is kept between steps alone does not fit" if is_kept else "the peak of a step does not fit"
-    lines = ["", *screen.fold(f"does not fit: {peak / GIB:.2f} GiB, {memory}; {binds}", screen.width(), screen.INDENT)]
+    lines = ["", *screen.fold(f"does not fit: {_gib(peak)} GiB, {memory}; {binds}", screen.width(), screen.INDENT)]
     rows = [
-        [" ".join(words), f"{found['peak']['total'] / GIB:.2f}", found["peak"]["moment"]]
+        [" ".join(words), _gib(found["peak"]["total"]), found["peak"]["moment"]]
         for words, found in nearest(cell, lambda cells: made([each.config for each in cells]))
     ]
     if not rows:
@@ -122,8 +122,12 @@ def advised(cell: Cell, plan: Mapping[str, Any]) -> list[str]:
     return [*lines, "", *screen.table(["what fits: change", "peak GiB", "peak at"], rows, screen.width())]
 
 
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.2f}" if num_bytes >= GIB else f"{num_bytes / GIB:.2g}"
+
+
 def _bytes(num_bytes: int) -> str:
-    return f"{num_bytes:,} ({num_bytes / GIB:.2f} GiB)" if num_bytes >= GIB // 100 else f"{num_bytes:,}"
+    return f"{num_bytes:,} ({_gib(num_bytes)} GiB)" if num_bytes >= GIB // 100 else f"{num_bytes:,}"
 
 
 def tabled(cells: Sequence[Cell], plans: Sequence[Mapping[str, Any]], by: Calibration | None = None) -> list[str]:
@@ -136,7 +140,8 @@ def tabled(cells: Sequence[Cell], plans: Sequence[Mapping[str, Any]], by: Calibr
         rows.append([cell.name, *("-" if each is None else f"{each / MIB:,.2f}" for each in numbers)])
         rows[-1] += [*([screen.ms(by.step(cell, plan)["step_s"], 2)] if by else []), fits[plan.get("fits")], moment]
     head = ["cell", "kept MiB", "peak MiB", "sent MiB a step", *(["ms a step"] if by else []), "fits", "peak at"]
-    return [*screen.table(head, rows, screen.width()), *([f"times: constants of {by.run.run}"] if by else [])]
+    told = [f"times: constants of {by.run.run}", *by.caveats] if by else []
+    return [*screen.table(head, rows, screen.width()), *told]
 
 
 Plans = Callable[[Sequence[Cell]], list[dict[str, Any]]]

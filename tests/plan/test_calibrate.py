@@ -25,9 +25,9 @@ TIMES = {
 }
 
 
-def by(**times: float | None) -> Calibration:
+def by(disturbance: str = "", **times: float | None) -> Calibration:
     config = compose(WORDS).config
-    run: Any = SimpleNamespace(config=config, parts={**TIMES, **times}, run="lab/timed")
+    run: Any = SimpleNamespace(config=config, parts={**TIMES, **times}, run="lab/timed", disturbance=disturbance)
     return Calibration(run, planned(config))
 
 
@@ -66,6 +66,14 @@ def test_a_part_without_a_constant_of_its_settings_has_no_time(words: tuple[str,
     assert found["step_s"] is None
     assert all(why.startswith("not calibrated: ") and "in lab/timed" in why for why in told.values())
     assert all("calibrated by lab/timed" in why for _, why in found["parts"].values() if "not" not in why)
+
+
+def test_constants_of_a_machine_with_other_work_say_so() -> None:
+    cell = compose(WORDS)
+    busy, quiet = by(disturbance="load average 9.0 with 2 ranks"), by()
+    assert busy.table(cell, busy.plan)[-1].strip() == "lab/timed was disturbed: load average 9.0 with 2 ranks"
+    assert len(busy.table(cell, busy.plan)) == len(quiet.table(cell, quiet.plan)) + 1
+    assert [step(calibration=each)["disturbance"] for each in (busy, quiet)] == ["load average 9.0 with 2 ranks", ""]
 
 
 def test_a_run_that_does_not_tell_its_waits_has_no_constants() -> None:

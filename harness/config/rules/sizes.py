@@ -196,11 +196,12 @@ def source_is_readable(request: Request) -> Iterator[Violation]:
 def source_fills_a_batch(request: Request) -> Iterator[Violation]:
     facts, batch = _facts(request.config), request.config.train.global_batch_size
     if isinstance(facts, SourceFacts) and facts.num_sequences < batch:
+        more = f"data.num_sequences={batch}" if request.config.data.kind is DataKind.synthetic else "more data"
         yield Violation(
             describe(request.config.data),
             f"has {facts.num_sequences:,} sequences of data.seq_len={request.config.data.seq_len}, "
             f"fewer than one global batch, train.global_batch_size={batch}",
-            fix="more data, a shorter data.seq_len or a smaller train.global_batch_size",
+            fix=f"{more}, a shorter data.seq_len or a smaller train.global_batch_size",
         )
 
 
