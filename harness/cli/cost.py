@@ -128,6 +128,6 @@ class Calibration(NamedTuple):
 
     @property
     def caveats(self) -> list[str]:
-        """That the run's constants are of a machine with other work, where it was."""
+        """Other work of the machine while the constants were taken."""
         found = self.run.disturbance
         return screen.fold(f"{self.run.run} was disturbed: {found}", screen.width(), screen.INDENT) if found else []

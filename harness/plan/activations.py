@@ -8,8 +8,7 @@ the batch are left out. Marks stand where the engine's hooks run, so that its ow
 from __future__ import annotations
 
 import weakref
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,15 +21,19 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.config.schema import Config, Device, ModelFamily
-from harness.fp8.linear import layers_of
-from harness.fp8.quantize import Quantized
-from harness.fsdp.tensor_parallel import gradient_here
-from harness.plan.model import Model, Unit
+from harness.fsdp.runtime.units import Unit
+from harness.fsdp.tensor_parallel import gradient_here, values_here
+from harness.plan.model import Model
 from harness.plan.wire import Rows
 from harness.private_torch import tree_leaves
 from harness.probe.collectives import CollectiveMeter, by_kind
 
 NOWHERE = -1
+CONVOLUTIONS = {
+    torch.ops.aten.convolution.default: slice(0, 2),
+    torch.ops.aten.convolution_backward.default: slice(2, 3),
+}
+"""Operands of which oneDNN has copies in an order of its own, beside the result."""
 
 
 class Mark(NamedTuple):
@@ -56,12 +59,13 @@ class Recorded:
 class Recorder(TorchDispatchMode):
     """routed: rows that an expert is taken to have: a route depends on data, and there is none. None: no model here."""
 
-    def __init__(self, known: set[int], routed: int | None) -> None:
+    def __init__(self, known: set[int], routed: int | None, device: Device) -> None:
         super().__init__()  # type: ignore[no-untyped-call] # torch leaves it unannotated
         self.live = self.most = 0
         self.marks: list[Mark] = []
         self._now = "begin", NOWHERE, 0, 0
         self._routed, self._known = routed, known
+        self._copied = CONVOLUTIONS if device is Device.cpu else {}
         self._followed: dict[int, weakref.ref[Any]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -74,6 +78,8 @@ class Recorder(TorchDispatchMode):
         for each in tree_leaves(made):
             if isinstance(each, Tensor):
                 self._follow(each)
+        if func in self._copied:
+            self.most = max(self.most, self.live + sum(each.nbytes for each in args[self._copied[func]]))
         return made
 
     def _follow(self, tensor: Tensor) -> None:
@@ -119,20 +125,6 @@ def kernels(device: Device) -> Iterator[None]:
         F.scaled_dot_product_attention, torch.is_autocast_enabled = original, asked
 
 
-def hold_8_bits(module: nn.Module) -> list[Tensor]:
-    """Give FP8 layers weights that are quantized already, as the engine does; returns their payloads and scales."""
-    held = []
-    for layer in layers_of(module):
-        made = [layer.quantize_weight(layer.weight, transposed=transposed) for transposed in (False, True)]
-        layer.weight_for = partial(_encoded, made)  # type: ignore[method-assign] # of this one layer
-        held += [tensor for each in made for tensor in (each.payload, each.scale_inv)]
-    return held
-
-
-def _encoded(made: Sequence[Quantized], *, transposed: bool) -> Quantized:
-    return made[1].t if transposed else made[0]
-
-
 def record(model: Model) -> Recorded:
     """One microbatch on the meta device; or why a model that looks at its data has no record."""
     try:
@@ -147,33 +139,32 @@ def _record(model: Model) -> Recorded:
     config, module = model.config, model.module
     shape = config.train.microbatch_size, config.data.seq_len
     batch = tuple(torch.empty(shape, dtype=torch.int64, device="meta") for _ in range(2))
-    held = [*module.parameters(), *module.buffers(), *batch, *hold_8_bits(module)]
-    known = {local(each).untyped_storage()._cdata for each in held}
-    recorder, meter = Recorder(known, _routed(config)), CollectiveMeter()
-    waits = config.cluster.device is Device.cuda  # until a unit's gradients are copied together
-    with ExitStack() as hooks:
+    held = [each.unsharded for bucket in model.buckets for each in bucket.encodings]
+    held += [values_here(each) for each in (*module.buffers(), *batch)]
+    for weight in (each for bucket in model.buckets if bucket.codec for each in bucket.codec.weights):
+        held += [each.inverse for each in weight.scales]
+    recorder = Recorder({each.untyped_storage()._cdata for each in held}, _routed(config), config.cluster.device)
+    with ExitStack() as hooks, kernels(config.cluster.device), recorder:
+        meter = CollectiveMeter()
         hooks.callback(meter.close)
         for place, unit in enumerate(model.units):
-            for bucket, params in zip(unit.buckets, unit.params, strict=True):
-                for param in params:
-                    param.grad_dtype = param.dtype if waits else bucket.arriving(config)
-            _watch(recorder, place, unit, hooks)
-        with kernels(config.cluster.device), recorder:
-            loss = model.workload.loss(module, (batch[0], batch[1]))
-            recorder.mark("loss")
-            loss.backward()
-            del loss
-            recorder.mark("end")
-    recorder.mark("end")
-    rows = Rows()
-    for kind, each in by_kind(meter.take()).items():
-        rows.sent("tp", kind, each["bytes"], each["count"])
+            _watch(recorder, place, unit, hooks, waits=config.cluster.device is Device.cuda)
+        loss = model.workload.loss(module, (batch[0], batch[1]))
+        recorder.mark("loss")
+        loss.backward()
+        del loss
+        recorder.mark("end")
+        recorder.mark("end")
+        rows = Rows()
+        for kind, each in by_kind(meter.take()).items():
+            rows.sent("tp", kind, each["bytes"], each["count"])
     return Recorded(tuple(recorder.marks), rows)
 
 
-def _watch(recorder: Recorder, place: int, unit: Unit, hooks: ExitStack) -> None:
-    trained = [param for params in unit.params for param in params if param.requires_grad]
-    left = Counter({place: len(trained)})
+def _watch(recorder: Recorder, place: int, unit: Unit, hooks: ExitStack, *, waits: bool) -> None:
+    """waits: gradients come in the dtype of their weight, and are copied together when the unit's are in."""
+    trained = unit.readiness.params
+    left = list(trained)
 
     def before(module: nn.Module, args: Any) -> None:
         recorder.mark("forward", place)
@@ -188,18 +179,16 @@ def _watch(recorder: Recorder, place: int, unit: Unit, hooks: ExitStack) -> None
         assert param.grad is not None
         recorder.mark("gradient", place, gradient_here(param, param.grad).nbytes)
         param.grad = None
-        left[place] -= 1
-        if not left[place]:
+        left.pop()
+        if not left:
             recorder.mark("done", place)
 
     handles = [unit.module.register_forward_pre_hook(before), unit.module.register_forward_hook(after)]
     handles += [param.register_post_accumulate_grad_hook(arrived) for param in trained]
+    for gradients in unit.gradients:
+        gradients.expect(waits=waits and not unit.is_root)
     for handle in handles:
         hooks.callback(handle.remove)
-
-
-def local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def _routed(config: Config) -> int | None:

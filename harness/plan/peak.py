@@ -1,8 +1,9 @@
 """Peak of a step: an engine's own buffers, moved as it moves them, beside the recorded activations.
 
-`Step` walks through the marks of a record. `Ours` has the rules of `GatherPipeline` (units gathered ahead, the last one
-kept for the backward), `ReducePipeline` (at most two units of unreduced gradients) and `BucketMemory` (a reduced bucket
-stays as a spare one); `harness.plan.peers` has those of other engines.
+`Step` walks through the marks of a record, and gathers, drops and fetches ahead the weights of units. `Ours` has the
+rest of `GatherPipeline`'s rules (the last unit is kept for the backward), those of `ReducePipeline` (at most two units
+of unreduced gradients) and of `BucketMemory` (a reduced bucket stays as a spare one); `harness.plan.peers` has those of
+other engines.
 """
 
 from __future__ import annotations
@@ -11,16 +12,22 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from harness.config.derived import engine_options, fixed_buffers
-from harness.config.schema import Device
+from torch import Tensor
+
+from harness.config.derived import engine_options, microbatches_per_rank
+from harness.config.schema import Config, Device
 from harness.fsdp.runtime.reduce import MAX_UNITS
-from harness.fsdp.storage.memory import ALIGN_BYTES
-from harness.fsdp.vocabulary import Numerics
-from harness.plan.activations import Mark
-from harness.plan.model import INTEGER, Bucket, Model, Unit, tensors
+from harness.fsdp.runtime.units import Unit
+from harness.fsdp.storage.gradients import Accumulation, Gradients
+from harness.fsdp.storage.param_group import ParamGroup
+from harness.plan.activations import Mark, Recorded
+from harness.plan.model import Model, kept
+from harness.plan.wire import Rows, wire
 
 SHOWN = {"forward": "forward of", "left": "after the forward of", "backward": "backward of", "gradient": "backward of"}
 WEIGHTS, BUCKETS, SUMS = "gathered_weights", "gradient_buckets", "gradient_sums"
+WAITING = "waiting"
+"""Gradients as autograd made them, until their unit's are copied."""
 
 
 @dataclass
@@ -33,10 +40,25 @@ class Peak:
 
 
 class Step:
-    """Buffers of one step beside what is kept, by part and owner. An engine does something at marks named `on_...`."""
+    """Buffers of one step beside what is kept, by part and owner. An engine does something at marks named `on_...`.
 
-    def __init__(self, units: Sequence[Unit], kept: int) -> None:
-        self.units, self.kept, self.last, self.peak = units, kept, True, Peak()
+    whole: bytes of weights that are gathered for a use, by unit. ahead: units fetched ahead in a forward, and in a
+    backward. gathers: of each unit in a microbatch. rounds: steps until one begins as it ends.
+    """
+
+    ahead = (0, 1)
+    rounds = 1
+    on_host = 0
+    memory: dict[str, int]
+    rows: Rows
+
+    def __init__(self, units: Sequence[Unit], marks: Sequence[Mark]) -> None:
+        places = {mark.unit: place for place, mark in reversed([*enumerate(marks)]) if mark.what == "forward"}
+        order = sorted(range(len(units)), key=lambda at: (not units[at].is_root, places.get(at, len(marks))))
+        self.units, self.order = units, [units[at] for at in order]  # the root first; those that do not run last
+        self.kept, self.peak, self.last, self.in_backward = 0, Peak(), True, False
+        self.whole, self.gathers = dict[str, int](), Counter[str]()
+        self.sweep, self.on_way = list[Unit](), list[Unit]()
         self.live: dict[str, Counter[str]] = {part: Counter() for part in (WEIGHTS, BUCKETS, SUMS)}
 
     def take(self, part: str, owner: str, num_bytes: int) -> None:
@@ -55,24 +77,22 @@ class Step:
 
     def run(self, marks: Sequence[Mark], k: int) -> Peak:
         """A step of k microbatches that are alike."""
-        self.peak = Peak()
-        for number in range(min(k, 3)):
-            self.last = number == min(k, 3) - 1
-            self.begin()
-            for mark in marks:
-                unit = self.units[mark.unit] if mark.unit >= 0 else None
-                act = getattr(self, f"on_{mark.what}", None)
-                if act is not None:
-                    act(mark, unit)
-                where = f"{SHOWN[mark.what]} {unit.name}" if unit is not None and mark.what in SHOWN else mark.what
-                self.note(where, mark.most)
-            self.end()
-        self.update()
-        self.live[SUMS].clear()
+        for _ in range(self.rounds):
+            self.peak = Peak()
+            for number in range(min(k, 3)):
+                self.last = number == min(k, 3) - 1
+                self.begin()
+                for mark in marks:
+                    unit = self.units[mark.unit] if mark.unit >= 0 else None
+                    act = getattr(self, f"on_{mark.what}", None)
+                    if act is not None:
+                        act(mark, unit)
+                    where = f"{SHOWN[mark.what]} {unit.name}" if unit is not None and mark.what in SHOWN else mark.what
+                    self.note(where, mark.most)
+                self.end()
+            self.update()
+            self.live[SUMS].clear()
         return self.peak
-
-    def begin(self) -> None:
-        """A microbatch begins."""
 
     def end(self) -> None:
         """The backward of a microbatch has ended."""
@@ -80,66 +100,80 @@ class Step:
     def update(self) -> None:
         """The optimizer's step."""
 
+    # -- weights -------------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        self.gathers.clear()
+        self.in_backward, self.sweep = False, [unit for unit in self.order if unit.name in self.whole]
+
+    def on_forward(self, mark: Mark, unit: Unit) -> None:
+        """Have a unit's weights, and let those of the next ones of the sweep be on their way."""
+        if unit.name not in self.whole:
+            return
+        self._gather(mark, unit)
+        if unit in self.on_way:
+            self.on_way.remove(unit)
+        while self.sweep and len(self.on_way) < self.ahead[self.in_backward]:
+            self.on_way.append(self.sweep[0])
+            self._gather(mark, self.sweep[0])
+
+    on_backward = on_forward
+
+    def _gather(self, mark: Mark, unit: Unit) -> None:
+        if unit in self.sweep:
+            self.sweep.remove(unit)
+        if unit.name in self.live[WEIGHTS]:
+            return
+        self.gathers[unit.name] += 1
+        self.take(WEIGHTS, unit.name, self.whole[unit.name])
+        if more := self.beside_gather(self.whole[unit.name]):
+            self.note(f"gather of {unit.name}", mark.live, more)
+
+    def beside_gather(self, size: int) -> int:
+        return 0
+
+    def on_left(self, mark: Mark, unit: Unit) -> None:
+        self.drop(unit)
+
+    def on_loss(self, mark: Mark, unit: None) -> None:
+        gathered = [unit for unit in self.order[::-1] if unit.name in self.whole]
+        self.in_backward, self.sweep = True, [unit for unit in gathered if unit.name not in self.live[WEIGHTS]]
+
+    def drop(self, unit: Unit) -> None:
+        if not self.stays(unit):
+            self.free(WEIGHTS, unit.name)
+
+    def stays(self, unit: Unit) -> bool:
+        """True if a unit keeps its weights after its forward or, `in_backward`, its backward."""
+        return unit.is_root
+
 
 class Ours(Step):
-    """kept: bytes between steps, as `harness.plan.model` has them. gathers: of each unit in a microbatch."""
-
-    def __init__(self, model: Model, marks: Sequence[Mark], kept: int) -> None:
-        config, self.model, self.gathers = model.config, model, Counter[str]()
-        self.prefetch: int = engine_options(config)["prefetch"]
-        self.is_exact, self.fixed = config.numerics.mode is Numerics.exact, fixed_buffers(config)
+    def __init__(self, config: Config, model: Model, recorded: Recorded) -> None:
+        super().__init__(model.units, recorded.marks)
+        self.model, self.buffers, prefetch = model, model.memory, engine_options(config)["prefetch"]
+        self.ahead, self.rounds = (prefetch, prefetch), 1 + model.memory.fixed
         self.is_queued = config.cluster.device is Device.cuda
-        self.order = [unit for unit in in_order(model.units, marks) if unit.is_gathered]
-        has_two = any(bucket.copies > 1 for unit in self.order[-1:] for bucket in unit.buckets)
-        self.stays = None if has_two or not self.order else self.order[-1]
+        gathered = [unit for unit in self.order if any(not bucket.is_resident for bucket in unit.buckets)]
+        self.whole = {unit.name: 0 if unit.shares_buffers else _whole(unit) for unit in gathered}
+        has_two = any(len(bucket.encodings) > 1 for unit in gathered[-1:] for bucket in unit.buckets)
+        self.for_backward = [] if has_two else gathered[-1:]
         # sums of microbatches that are there from the first reduction of a step to `zero_grad`, by unit
-        self.sums = {unit.name: sum(map(self._sums, unit.trained)) for unit in model.units}
-        super().__init__(model.units, kept - sum(self.sums.values()))
-        if self.fixed:
-            self.take(WEIGHTS, "buffers of units in turn", self._standing())
-        self.sweep: list[Unit] = []
-        self.on_way: set[str] = set()
+        self.sums = {unit.name: sum(map(_sums, unit.gradients)) for unit in model.units}
+        self.memory, self.on_host = kept(model)
+        self.kept = sum(self.memory.values()) - self.on_host - sum(self.sums.values())
+        self.standing = self.buffers.live_bytes  # under double_buffer, of weights of units in turn
+        self.take(WEIGHTS, "buffers of units in turn", self.standing)
         self.in_flight: deque[Unit] = deque()
-        self.written: dict[str, list[int]] = {}
-        self.spare: list[int] = []
+        self.written: dict[str, list[Tensor]] = {}
 
-    # -- bytes ---------------------------------------------------------------------------------------------------------
-
-    def _sums(self, bucket: Bucket) -> int:
-        """Bytes of a bucket's sums, where they come and go with a step."""
-        if bucket.placements.accumulates_locally:
-            return 0
-        found = {role: num_bytes for role, num_bytes, _ in tensors(bucket, self.model.config)}
-        return found.get("gradient_sums", found["main_grads"])
-
-    def _standing(self) -> int:
-        """Bytes of the two buffers that units but the root take turns in; see `harness.fsdp.storage.memory`."""
-        turns = [0, 0]
-        for number, unit in enumerate(unit for unit in self.units if not unit.is_root):
-            gathered = [bucket for bucket in unit.buckets if bucket.is_gathered]
-            placed = sum(-(-each.whole_bytes // ALIGN_BYTES) * ALIGN_BYTES * each.copies for each in gathered)
-            turns[number % 2] = max(turns[number % 2], placed)
-        return sum(turns)
-
-    def _written(self, unit: Unit) -> list[int]:
-        """Bytes of the buckets that a unit's gradients are copied into; none where autograd adds to the sums."""
-        return [
-            bucket.cuts.layout.bucket_numel * bucket.arriving(self.model.config).itemsize
-            for bucket in unit.trained
-            if not bucket.placements.accumulates_locally or self.is_exact
-        ]
-
-    def _copies(self, unit: Unit) -> int:
+    def _copies(self, bucket: ParamGroup) -> int:
         """Bytes of gradients as they are sent, and of what is received or summed beside them."""
-        return sum(self._copies_of(bucket) for bucket in unit.trained if bucket.placements.reductions[self.last])
-
-    def _copies_of(self, bucket: Bucket) -> int:
-        dtypes, numel, size = bucket.dtypes, bucket.cuts.layout.bucket_numel, self.model.place.inner_size
-        locally = bucket.placements.accumulates_locally
-        written = dtypes.grads if locally else bucket.arriving(self.model.config)
-        wire, given, accum = dtypes.wire.itemsize, written.itemsize, dtypes.accum.itemsize
-        if self.is_exact:
-            wire, given, accum = INTEGER, INTEGER if locally else given, INTEGER
+        gradients, dtypes, numel = bucket.gradients, bucket.inner.dtypes, bucket.layout.bucket_numel
+        assert gradients is not None
+        is_reduced = gradients.accumulation is Accumulation.reduced
+        given = (gradients.arriving if is_reduced else gradients.sums.dtype).itemsize
+        wire, accum, size = dtypes.wire.itemsize, dtypes.accum.itemsize, self.model.place.inner_size
         found = numel * wire if wire != given else 0
         if size == 1:
             return found
@@ -148,31 +182,22 @@ class Ours(Step):
         received = self.model.transport == "gloo" or dtypes.wire != dtypes.accum
         return found + (numel * wire if received else 0)
 
-    # -- weights -------------------------------------------------------------------------------------------------------
+    def note(self, moment: str, activations: int, more: int = 0) -> None:
+        self.take(BUCKETS, "written and spare", self.buffers.live_bytes - self.standing)
+        super().note(moment, activations, more)
 
-    def _unshard(self, unit: Unit) -> None:
-        if not unit.is_gathered:
-            return
-        self._gather(unit)
-        self.on_way.discard(unit.name)
-        while self.sweep and len(self.on_way) < self.prefetch:
-            self.on_way.add(self.sweep[0].name)
-            self._gather(self.sweep[0])
-
-    def _gather(self, unit: Unit) -> None:
-        if unit in self.sweep:
-            self.sweep.remove(unit)
-        if unit.name in self.live[WEIGHTS]:
-            return
-        self.gathers[unit.name] += 1
-        found = sum(bucket.whole_bytes * bucket.copies for bucket in unit.buckets if bucket.is_gathered)
-        self.take(WEIGHTS, unit.name, 0 if self.fixed and not unit.is_root else found)
-
-    def _reshard(self, unit: Unit) -> None:
-        if not unit.is_root:
-            self.free(WEIGHTS, unit.name)
+    def stays(self, unit: Unit) -> bool:
+        return unit.is_root or (not self.in_backward and unit in self.for_backward)
 
     # -- gradients -----------------------------------------------------------------------------------------------------
+
+    def on_gradient(self, mark: Mark, unit: Unit) -> None:
+        written = [each for each in unit.gradients if not each.is_in_place]
+        if written and unit.name not in self.written:
+            self._make_room()
+            self.written[unit.name] = [self.buffers.take(each.layout.bucket_numel, each.arriving) for each in written]
+        if self.is_queued and not unit.is_root:
+            self.live[BUCKETS][WAITING] += mark.given
 
     def _make_room(self) -> None:
         while len(self.in_flight) >= MAX_UNITS:
@@ -182,80 +207,29 @@ class Ours(Step):
         unit = self.in_flight.popleft()
         self.take(SUMS, unit.name, self.sums[unit.name])
         self.free(BUCKETS, f"{unit.name} as sent")
-        self.free(BUCKETS, unit.name)
-        self._spare([*(self.spare if self.fixed else []), *self.written.pop(unit.name, [])])
-
-    def _spare(self, spare: list[int]) -> None:
-        self.spare = spare
-        self.take(BUCKETS, "spare", sum(spare))
-
-    def _prepare(self, unit: Unit) -> None:
-        written = self._written(unit)
-        if unit.name in self.written or not written:
-            return
-        self._make_room()
-        self.written[unit.name] = [self._taken(num_bytes) for num_bytes in written]
-        self.take(BUCKETS, unit.name, sum(self.written[unit.name]))
-        self._spare(self.spare)
-
-    def _taken(self, num_bytes: int) -> int:
-        """Bytes of the bucket that so many are written into: a spare one where that fits; see `BucketMemory.take`."""
-        for place, spare in enumerate(self.spare):
-            if spare == num_bytes or (self.fixed and spare > num_bytes):
-                return self.spare.pop(place)
-        del self.spare[:1]
-        return num_bytes
+        for bucket in self.written.pop(unit.name, []):
+            self.buffers.give_back(bucket)
 
     def _issue(self, unit: Unit) -> None:
-        copies = self._copies(unit)
-        if self._written(unit) or copies:
+        copies = sum(self._copies(each) for each in unit.trainable if each.placements.reductions[self.last])
+        if copies or not all(each.is_in_place for each in unit.gradients):
             self._make_room()
         self.in_flight.append(unit)
         self.take(BUCKETS, f"{unit.name} as sent", copies)
 
-    # -- a step --------------------------------------------------------------------------------------------------------
-
-    def run(self, marks: Sequence[Mark], k: int) -> Peak:
-        if self.fixed:  # a step begins with the buffers of the one before
-            super().run(marks, k)
-        return super().run(marks, k)
-
-    def begin(self) -> None:
-        self.gathers.clear()
-        self.sweep = list(self.order)
-
-    def on_forward(self, mark: Mark, unit: Unit) -> None:
-        self._unshard(unit)
-
-    def on_left(self, mark: Mark, unit: Unit) -> None:
-        if unit is not self.stays:
-            self._reshard(unit)
-
-    def on_loss(self, mark: Mark, unit: None) -> None:
-        self.sweep = [unit for unit in self.order[::-1] if unit.name not in self.live[WEIGHTS]]
-
-    def on_backward(self, mark: Mark, unit: Unit) -> None:
-        self._unshard(unit)
-
-    def on_gradient(self, mark: Mark, unit: Unit) -> None:
-        self._prepare(unit)
-        if self.is_queued and not unit.is_root:
-            self.live[BUCKETS]["waiting"] += mark.given
-
     def on_done(self, mark: Mark, unit: Unit) -> None:
         self.note(f"backward of {unit.name}", mark.live)
-        self.free(BUCKETS, "waiting")
-        self._reshard(unit)
-        if not unit.is_root and any(bucket.placements.reductions[self.last] for bucket in unit.trained):
+        self.free(BUCKETS, WAITING)
+        self.drop(unit)
+        if not unit.is_root and any(bucket.placements.reductions[self.last] for bucket in unit.trainable):
             self._issue(unit)
-        following = [each for each in self.order[::-1] if each.name in self.on_way] or self.sweep
-        if following:
-            self._unshard(following[0])
+        for following in [*self.on_way, *self.sweep][:1]:
+            self.on_backward(mark, following)
 
     def end(self) -> None:
-        for unit in self.order:
-            self.free(WEIGHTS, unit.name)
-        for unit in (each for each in self.units if each.is_root and each.trained):
+        for name in self.whole:
+            self.free(WEIGHTS, name)
+        for unit in (each for each in self.units if each.is_root and each.trainable):
             self._issue(unit)
 
     def update(self) -> None:
@@ -264,14 +238,16 @@ class Ours(Step):
         while self.in_flight:
             self._land()
         self.note("reduction", 0)
-        self._spare(self.spare if self.fixed else [])
-        trained = [bucket for unit in self.units for bucket in unit.trained]
-        cast = [bucket for bucket in trained if bucket.dtypes.grads != bucket.dtypes.main]
-        self.note("update", 0, sum(each.cuts.layout.shard_numel * each.dtypes.main.itemsize for each in cast))
+        self.buffers.release_spare()
+        cast = [bucket for bucket in self.model.trained if bucket.dtypes.grads != bucket.dtypes.main]
+        self.note("update", 0, sum(each.layout.shard_numel * each.dtypes.main.itemsize for each in cast))
+        self.rows = wire(self.model, microbatches_per_rank(self.model.config), self.gathers)
 
 
-def in_order(units: Sequence[Unit], marks: Sequence[Mark]) -> list[Unit]:
-    """Units in the order in which they run, the root first; those that do not run come last."""
-    places = {mark.unit: place for place, mark in reversed([*enumerate(marks)]) if mark.what == "forward"}
-    order = sorted(range(len(units)), key=lambda number: (not units[number].is_root, places.get(number, len(marks))))
-    return [units[number] for number in order]
+def _whole(unit: Unit) -> int:
+    """Bytes of weights that are unsharded for a use."""
+    return sum(each.unsharded.nbytes for b in unit.buckets if not b.is_resident for each in b.encodings)
+
+
+def _sums(gradients: Gradients) -> int:
+    return gradients.sums.nbytes if gradients.accumulation is Accumulation.reduced else 0

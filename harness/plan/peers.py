@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from math import prod
-from typing import NamedTuple
+
+from torch import nn
 
 from harness.config.derived import (
     data_ranks,
@@ -21,30 +22,23 @@ from harness.config.derived import (
 )
 from harness.config.schema import Config, Device, Numerics, OptimizerName, Strategy
 from harness.fp8.linear import layers_of
-from harness.fp8.quantize import Column
-from harness.plan.activations import Mark, Recorded, local
-from harness.plan.model import ROLES, Model, Unit
-from harness.plan.peak import BUCKETS, SUMS, WEIGHTS, Step, in_order
+from harness.fp8.quantize import WHOLE, Column
+from harness.fp8.tp_shards import cut_along
+from harness.fsdp.runtime.units import Unit
+from harness.fsdp.storage.layout import round_up
+from harness.fsdp.tensor_parallel import values_here
+from harness.plan.activations import Mark, Recorded
+from harness.plan.model import ROLES, Model
+from harness.plan.peak import BUCKETS, SUMS, WAITING, WEIGHTS, Step
 from harness.plan.wire import NUMBER, Rows, summed
 
 COUNT, ADDRESS = 4, 16
 """Bytes of Adam's count of steps, and of the places where FSDP1 begins parameters."""
 FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20
 """Bytes at which DDP closes its first bucket and the others."""
-INCOMING = ", incoming"
-
-
-class Param(NamedTuple):
-    """shape: on this rank of the tensor-parallel axis. is_8_bit: an FP8 layer quantizes its main weights."""
-
-    shape: tuple[int, ...]
-    trains: bool
-    decays: bool
-    is_8_bit: bool
-
-    @property
-    def numel(self) -> int:
-        return prod(self.shape)
+STRATEGIES = list(Strategy)
+ALL = "all"
+"""Owner of what is not by unit."""
 
 
 def alone(config: Config) -> Config:
@@ -55,14 +49,28 @@ def alone(config: Config) -> Config:
         engine=type(config.engine)(),
         sharding=replace(config.sharding, strategy=Strategy.no_shard),
         mesh=replace(config.mesh, world_size=config.mesh.tp, dp_outer=1),
-        train=replace(config.train, global_batch_size=config.train.microbatch_size),
         dtype=replace(config.dtype, main_grads=compute, grad_comm=compute, allow_low_precision_grads=True),
         nccl_ub=type(config.nccl_ub)(),
     )
 
 
+def numel_here(param: nn.Parameter) -> int:
+    return values_here(param).numel()
+
+
+def elements(params: Iterable[nn.Parameter]) -> int:
+    return sum(map(numel_here, params))
+
+
+def inside(spans: Iterable[tuple[int, int]], shard: int) -> int:
+    """Elements of these (begin, elements) among the first `shard`."""
+    return sum(max(0, min(size, shard - begin)) for begin, size in spans)
+
+
 class Peer(Step):
-    """An engine's bytes: `count` adds up what it keeps and sends, and `on_...` are what it holds within a step.
+    """An engine's bytes: `count` adds up what it keeps and sends; what a step holds is as here where it says nothing.
+
+    A backward gathers one unit ahead, and copies a unit's gradients to where they are sent from when all are in.
 
     Args:
         config: of the cell.
@@ -70,29 +78,34 @@ class Peer(Step):
         recorded: for the order in which gradients come.
     """
 
+    reduces_each = True
+    """True if gradients are sent in each microbatch."""
+
     def __init__(self, config: Config, model: Model, recorded: Recorded) -> None:
+        super().__init__(model.units, recorded.marks)
         dtype, mesh, module = config.dtype, config.mesh, model.module
         self.config, self.model, self.strategy = config, model, config.sharding.strategy
-        self.ranks, self.outer, self.k = data_ranks(config), mesh.dp_outer, microbatches_per_rank(config)
-        self.inner = self.ranks // self.outer
+        self.stage, self.ranks, self.k = (
+            STRATEGIES.index(self.strategy),
+            data_ranks(config),
+            microbatches_per_rank(config),
+        )
+        self.outer, self.inner = mesh.dp_outer, self.ranks // mesh.dp_outer
         self.sizes = {"inner": self.inner, "outer": self.outer, "all": mesh.world_size, "tp": mesh.tp}
         self.compute, self.main = dtype.compute.bytes, dtype.main_params.bytes
         self.grads, self.wire = dtype.main_grads.bytes, dtype.grad_comm.bytes
-        self.gloo = int(config.cluster.device is Device.cpu)
-        self.states, self.counts = optimizer_states(config), COUNT * (config.optimizer.name is not OptimizerName.sgd)
+        self.gloo, self.states = int(config.cluster.device is Device.cpu), optimizer_states(config)
+        self.counts = COUNT * (config.optimizer.name is not OptimizerName.sgd)
         self.arrivals = [mark.given // self.compute for mark in recorded.marks if mark.what == "gradient"]
         self.memory, self.rows = dict.fromkeys(ROLES, 0), Rows()
         self.memory["buffers"] = sum(buffer.nbytes for buffer in module.buffers())
-        held = {layer.weight for layer in layers_of(module) if layer.is_held}
-        decays = {param: model.workload.decays(name, param.shape) for name, param in module.named_parameters()}
-        params = {p: Param(tuple(local(p).shape), p.requires_grad, decays[p], p in held) for p in module.parameters()}
-        self.params, self.trained = list(params.values()), [each for each in params.values() if each.trains]
-        owned = [(unit, set().union(*unit.params)) for unit in model.units]
-        self.owned = [(unit, [params[p] for p in params if p in own]) for unit, own in owned]
-        self.order = [unit.name for unit in in_order(model.units, recorded.marks)]
-        # bytes of a unit's weights when whole, of its gradients as they are sent, and of what a rank gets of them
-        self.whole, self.sent, self.sums = dict[str, int](), dict[str, int](), dict[str, int]()
-        super().__init__(model.units, 0)
+        self.in_8_bits = {layer.weight for layer in layers_of(module) if layer.is_held}  # of main weights, at each use
+        self.decays = {p: model.workload.decays(name, p.shape) for name, p in module.named_parameters()}
+        self.params, self.trained = list(self.decays), [each for each in self.decays if each.requires_grad]
+        homes = {p: unit for unit in model.units for bucket in unit.buckets for _, p in bucket.params}
+        self.owned = [(unit, [each for each in self.params if homes[each] is unit]) for unit in model.units]
+        # bytes of a unit's gradients as they are sent, and of what a rank gets of them
+        self.sent, self.sums = dict[str, int](), dict[str, int]()
         self.count()
         self.kept = sum(self.memory.values()) - sum(self.sums.values())
 
@@ -114,32 +127,39 @@ class Peer(Step):
             self.rows.sent(axis, kind, times * moved, times)
 
     def close_step(self) -> None:
-        """Maxima of delayed scaling, and squares for the norm, over the tensor-parallel axis."""
-        delayed = [layer for layer in layers_of(self.model.module) if layer.recipe.delayed]
+        """Maxima of delayed scaling, those of weights at each use that have one scale, and squares for the norm, over
+        the tensor-parallel axis."""
+        layers = layers_of(self.model.module)
+        delayed = [layer for layer in layers if layer.recipe.delayed]
+        cut = [each for each in layers if each.recipe.weights.tile == WHOLE and cut_along(each.weight) is not None]
+        uses = self.k * (2 + self.config.model.activation_checkpointing) * (not delayed)
         self.move("all", "all_reduce", 4 * len(Column) * len(delayed))
+        self.move("tp", "all_reduce", 4, uses * len(cut))
         self.move("tp", "all_reduce", NUMBER)
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
-    def gather(self, mark: Mark, name: str, *, incoming: str = "") -> None:
-        """Have a unit's weights whole, or its result incoming, beside a cast shard and gloo's own copy."""
-        size = self.whole.get(name, 0)
-        if not size or name in self.live[WEIGHTS] or name + incoming in self.live[WEIGHTS]:
-            return
-        self.take(WEIGHTS, name + incoming, size)
-        cast = size // self.inner if self.compute != self.main else 0
-        self.note(f"gather of {name}", mark.live, self.gloo * size + cast)
+    def beside_gather(self, size: int) -> int:
+        """A cast shard, and gloo's own copy."""
+        return self.gloo * size + (size // self.inner if self.compute != self.main else 0)
+
+    def beside_sums(self, sent: int) -> int:
+        """Bytes beside gradients that are being sent: this rank's sums, and gloo's copy."""
+        return sent // self.inner + self.gloo * sent
+
+    def stays(self, unit: Unit) -> bool:
+        return not self.in_backward and (unit.is_root or self.strategy is Strategy.optim_grads)
 
     def on_gradient(self, mark: Mark, unit: Unit) -> None:
-        self.live[BUCKETS]["waiting"] += mark.given
+        self.live[BUCKETS][WAITING] += mark.given
 
-    def reduce(self, mark: Mark, unit: Unit, more: int = 0) -> None:
-        """Copy a unit's gradients to where they are sent from, which stays; more: beside them while they are sent."""
-        where, sent = f"backward of {unit.name}", self.sent.get(unit.name, 0)
+    def on_done(self, mark: Mark, unit: Unit) -> None:
+        sent = self.sent.get(unit.name, 0) if self.last or self.reduces_each else 0
+        self.drop(unit)
         self.take(BUCKETS, f"{unit.name} as sent", sent)
-        self.note(where, mark.live)
-        self.free(BUCKETS, "waiting")
-        self.note(where, mark.live, more)
+        self.note(f"backward of {unit.name}", mark.live)
+        self.free(BUCKETS, WAITING)
+        self.note(f"backward of {unit.name}", mark.live, self.beside_sums(sent))
         self.take(SUMS, unit.name, self.sums.get(unit.name, 0))
 
     def end(self) -> None:
@@ -149,26 +169,21 @@ class Peer(Step):
 
     def update(self) -> None:
         """The norm squares the largest tensor in fp64."""
-        self.note("update", 0, NUMBER * max((each.numel for each in self.trained), default=0) // self.inner)
-
-
-def inside(spans: Iterable[tuple[int, int]], shard: int) -> int:
-    """Elements of these (begin, elements) among the first `shard`."""
-    return sum(max(0, min(numel, shard - begin)) for begin, numel in spans)
+        self.note("update", 0, NUMBER * max((numel_here(each) for each in self.trained), default=0) // self.inner)
 
 
 class Fsdp2(Peer):
     """Rows are dealt as by `torch.chunk`, and travel padded to the first rank's.
 
-    A gather's result is copied into parameters; in a forward it stays until the next one's. A backward gathers one unit
-    ahead. Gradients as they are sent stay until the next unit's are in.
+    A gather's result is copied into parameters, and stays in a forward until the next one's. Gradients as they are sent
+    stay until the next unit's are in.
     """
 
     def count(self) -> None:
         self.keep(self.here(self.params), self.here(self.trained), len(self.trained))
         stays = self.strategy is Strategy.optim_grads
         for unit, params in self.owned:
-            trained = self.here([each for each in params if each.trains])
+            trained = self.here([each for each in params if each.requires_grad])
             self.whole[unit.name] = self.here(params) * self.compute * self.inner
             self.sent[unit.name], self.sums[unit.name] = trained * self.wire * self.inner, trained * self.grads
             times = 1 if stays else self.k * (1 if unit.is_root else 2)
@@ -178,97 +193,73 @@ class Fsdp2(Peer):
         self.move("inner", "all_reduce", NUMBER)
         self.close_step()
 
-    def here(self, params: Sequence[Param]) -> int:
-        return sum(-(-each.shape[0] // self.inner) * prod(each.shape[1:]) for each in params)
+    def here(self, params: Sequence[nn.Parameter]) -> int:
+        shapes = (values_here(each).shape for each in params)
+        return sum(-(-shape[0] // self.inner) * prod(shape[1:]) for shape in shapes)
 
-    def use(self, name: str) -> None:
-        if self.whole.get(name) and name not in self.live[WEIGHTS]:
-            self.take(WEIGHTS, name, self.whole[name])
+    def stays(self, unit: Unit) -> bool:
+        if self.in_backward:
+            return not self.last and self.strategy is Strategy.optim_grads
+        return super().stays(unit)
 
     def on_forward(self, mark: Mark, unit: Unit) -> None:
-        before = [name for name in self.live[WEIGHTS] if name.endswith(INCOMING)]
-        self.gather(mark, unit.name, incoming=INCOMING)
-        for name in before:
-            self.free(WEIGHTS, name)
-        self.use(unit.name)
+        before = self.gathers.total()
+        super().on_forward(mark, unit)
+        if self.gathers.total() > before:
+            self.take(WEIGHTS, ALL, self.whole[unit.name])
 
     def on_left(self, mark: Mark, unit: Unit) -> None:
+        super().on_left(mark, unit)
         if unit.is_root:
-            for name in [name for name in self.live[WEIGHTS] if name.endswith(INCOMING)]:
-                self.free(WEIGHTS, name)
-        elif self.strategy is not Strategy.optim_grads:
-            self.free(WEIGHTS, unit.name)
-
-    def on_backward(self, mark: Mark, unit: Unit) -> None:
-        self.gather(mark, unit.name, incoming=INCOMING)
-        self.use(unit.name)
-        self.note(f"gather of {unit.name}", mark.live)
-        self.free(WEIGHTS, unit.name + INCOMING)
-        place = self.order.index(unit.name)
-        self.gather(mark, self.order[place - 1], incoming=INCOMING)
+            self.free(WEIGHTS, ALL)
 
     def on_done(self, mark: Mark, unit: Unit) -> None:
-        if self.last or self.strategy is not Strategy.optim_grads:
-            self.free(WEIGHTS, unit.name)
-        for name in [name for name in self.live[BUCKETS] if name != "waiting"]:
-            self.free(BUCKETS, name)
-        sent = self.sent[unit.name]
-        self.reduce(mark, unit, sent // self.inner + self.gloo * sent)
+        for owner in [each for each in self.live[BUCKETS] if each != WAITING]:
+            self.free(BUCKETS, owner)
+        super().on_done(mark, unit)
 
 
 class Fsdp1(Peer):
     """A unit is one flat tensor, its parameters placed on addresses; all of it is reduced.
 
-    A backward gathers one unit ahead, and ends with a flat tensor of the unit's gradients. Reduced ones stay until the
-    next step's forward.
+    A backward ends with a flat tensor of the unit's gradients. Reduced ones stay until the next step's forward.
     """
 
     def count(self) -> None:
         self.is_whole = self.strategy is Strategy.no_shard or self.inner == 1
-        stays = self.strategy is Strategy.optim_grads
-        align, over = max(1, ADDRESS // self.compute), self.ranks if self.is_whole else self.inner
+        stays, align = self.strategy is Strategy.optim_grads, max(1, ADDRESS // self.compute)
+        over = self.ranks if self.is_whole else self.inner
         for unit, params in self.owned:
             end, spans = 0, []
             for each in params:
-                spans.append((-(-end // align) * align, each.numel))
+                spans.append((round_up(end, align), numel_here(each)))
                 end = sum(spans[-1])
             shard = -(-end // over) * (over if self.is_whole else 1)
-            flat = shard if any(each.trains for each in params) else 0
+            flat = shard if any(each.requires_grad for each in params) else 0
             held = inside(spans, shard)
-            trained = inside([span for span, each in zip(spans, params, strict=True) if each.trains], shard)
-            self.keep(held, trained, sum(each.trains for each in params), shard - held + flat - trained)
+            trained = inside([span for span, each in zip(spans, params, strict=True) if each.requires_grad], shard)
+            self.keep(held, trained, sum(each.requires_grad for each in params), shard - held + flat - trained)
             self.sums[unit.name] = flat * self.grads
+            self.whole[unit.name], self.sent[unit.name] = shard * self.compute * over, flat * self.wire * over
             if self.is_whole:
                 self.whole[unit.name] = shard * self.compute if self.compute != self.main else 0
                 self.sent[unit.name] = flat * self.wire
                 self.move("all", "all_reduce", flat * self.wire, 1 if self.strategy is Strategy.no_shard else self.k)
-            else:
-                self.whole[unit.name], self.sent[unit.name] = shard * self.compute * over, flat * self.wire * over
-                self.move("inner", "all_gather", shard * self.compute, self.k * (1 if unit.is_root or stays else 2))
-                self.move("inner", "reduce_scatter", flat * self.wire, self.k)
-                self.move("outer", "all_reduce", flat * self.wire, self.k)
+                continue
+            self.move("inner", "all_gather", shard * self.compute, self.k * (1 if unit.is_root or stays else 2))
+            self.move("inner", "reduce_scatter", flat * self.wire, self.k)
+            self.move("outer", "all_reduce", flat * self.wire, self.k)
         if not self.is_whole:
             self.move("inner", "all_reduce", NUMBER)
 
-    def on_forward(self, mark: Mark, unit: Unit) -> None:
-        self.gather(mark, unit.name)
-
-    def on_left(self, mark: Mark, unit: Unit) -> None:
-        if not unit.is_root and self.strategy is not Strategy.optim_grads:
-            self.free(WEIGHTS, unit.name)
-
-    def on_backward(self, mark: Mark, unit: Unit) -> None:
-        self.gather(mark, unit.name)
-        self.gather(mark, self.order[self.order.index(unit.name) - 1])
+    def beside_sums(self, sent: int) -> int:
+        cast = sent // self.wire * self.compute if self.compute != self.wire else 0
+        return cast + (0 if self.is_whole else super().beside_sums(sent))
 
     def on_done(self, mark: Mark, unit: Unit) -> None:
-        sent = self.sent[unit.name]
-        flat = sent // self.wire * self.compute
-        self.note(f"backward of {unit.name}", mark.live, flat)
-        self.free(WEIGHTS, unit.name)
-        self.free(BUCKETS, "waiting")
-        cast = flat if self.compute != self.wire else 0
-        self.reduce(mark, unit, cast + (0 if self.is_whole else sent // self.inner + self.gloo * sent))
+        self.note(f"backward of {unit.name}", mark.live, self.sent[unit.name] // self.wire * self.compute)
+        self.free(BUCKETS, WAITING)
+        super().on_done(mark, unit)
         self.free(BUCKETS, f"{unit.name} as sent")
 
 
@@ -285,36 +276,30 @@ class Replicated(Peer):
         self.hold()
         self.close_step()
 
-    def hold(self, stepped: Sequence[Param] | None = None) -> None:
+    def hold(self, stepped: Sequence[nn.Parameter] | None = None) -> None:
         """stepped: parameters whose optimizer state this rank has; None: all."""
-        own = self.trained if stepped is None else stepped
-        weights, trained, here = (sum(each.numel for each in params) for params in (self.params, self.trained, own))
-        self.keep(weights, trained, len(own))
-        self.memory["optimizer"] -= self.states * (trained - here) * self.main
+        trained, own = elements(self.trained), self.trained if stepped is None else stepped
+        self.casts = self.compute != self.main or self.model.config.mesh.tp > 1
+        self.keep(elements(self.params), trained, len(own))
+        self.memory["optimizer"] -= self.states * (trained - elements(own)) * self.main
         if self.compute != self.main:
-            self.memory["compute_weights"] = sum(each.numel for each in self.params if not each.is_8_bit) * self.compute
+            self.memory["compute_weights"] = elements(p for p in self.params if p not in self.in_8_bits) * self.compute
         if not self.has_buckets:
-            self.sums["all"] = self.memory["main_grads"]
-
-    @property
-    def casts(self) -> bool:
-        return self.compute != self.main or self.model.tp > 1
+            self.sums[ALL] = self.memory["main_grads"]
 
     def on_gradient(self, mark: Mark, unit: Unit) -> None:
-        if self.casts:
-            self.live[BUCKETS]["waiting"] += mark.given
-        elif not (self.has_buckets and self.last):
-            self._sum(mark.given // self.compute * self.main)
+        self.live[BUCKETS][ALL] += mark.given
+        if not self.casts:
+            self._sum()
 
-    def _sum(self, num_bytes: int) -> None:
-        """Gradients that autograd has summed so far: those of a later microbatch are added in place."""
-        total = self.memory["main_grads"]
-        self.live[SUMS]["all"] = min(total, self.live[SUMS]["all"] + num_bytes)
+    def _sum(self) -> None:
+        """Gradients that autograd sums; those of a later microbatch are added in place."""
+        given = self.live[BUCKETS].pop(ALL, 0) // self.compute * self.main
+        if not (self.has_buckets and self.last):
+            self.live[SUMS][ALL] = min(self.memory["main_grads"], self.live[SUMS][ALL] + given)
 
     def end(self) -> None:
-        waiting = self.live[BUCKETS].pop("waiting", 0)
-        if self.casts and not (self.has_buckets and self.last):
-            self._sum(waiting // self.compute * self.main)
+        self._sum()
         self.note("end", 0)
 
 
@@ -326,7 +311,7 @@ class Ddp(Replicated):
     def count(self) -> None:
         looks = may_leave_unused(self.config) or self.config.numerics.mode is not Numerics.fast
         filled, limit, width = 0, FIRST_BUCKET, min(self.wire, self.main)
-        for numel in (each.numel for each in self.trained) if looks else self.arrivals:
+        for numel in map(numel_here, self.trained) if looks else self.arrivals:
             filled += numel
             if filled * self.main >= limit:
                 self.move("inner", "all_reduce", filled * width)
@@ -336,23 +321,19 @@ class Ddp(Replicated):
         self.close_step()
         if self.strategy is not Strategy.optim:
             return self.hold()
-        of_ranks: list[list[Param]] = [[] for _ in range(self.ranks)]
+        of_ranks: list[list[nn.Parameter]] = [[] for _ in range(self.ranks)]
         sizes = [0] * self.ranks  # largest first, to the rank with least; all that decay before the others
-        for each in sorted(self.trained, key=lambda each: (not each.decays, -each.numel)):
+        for each in sorted(self.trained, key=lambda each: (not self.decays[each], -numel_here(each))):
             rank = sizes.index(min(sizes))
             of_ranks[rank].append(each)
-            sizes[rank] += each.numel
+            sizes[rank] += numel_here(each)
         self.move("inner", "broadcast", sizes[0] * self.main)
         self.rows["inner", "broadcast", "count"] = self.ranks
         self.hold(of_ranks[0])
 
     def end(self) -> None:
         if self.last and self.wire < self.main:
-            self.take(BUCKETS, "as sent", sum(each.numel for each in self.trained) * self.wire)
+            self.take(BUCKETS, "as sent", elements(self.trained) * self.wire)
         super().end()
         if self.last:
             self.live[SUMS].clear()
-
-    def update(self) -> None:
-        super().update()
-        self.live[BUCKETS].clear()

@@ -22,11 +22,10 @@ from harness.config.schema import Config, Device, EngineName, OptimizerName
 from harness.config.typed import load_config
 from harness.fsdp.vocabulary import GradBuffer
 from harness.plan.activations import Recorded, record
-from harness.plan.model import Model, built, kept, on_host, tensor_axis
+from harness.plan.model import Model, built, tensor_axis
 from harness.plan.packages import PEERS, beyond
 from harness.plan.peak import Ours
 from harness.plan.peers import alone
-from harness.plan.wire import wire
 from harness.probe.flops import flops_per_token
 from harness.store.screen import filtered
 
@@ -70,24 +69,18 @@ def plan(config: Config, records: Records | None = None) -> dict[str, Any]:
     why; peak and wire are None there. flops: of a rank in a step; None if unknown. fits: in cluster.device_memory; None
     where one of both is unknown. sent: bytes of all collectives.
     """
-    k, peer = microbatches_per_rank(config), PEERS.get(config.engine.name)
+    k, engine = microbatches_per_rank(config), PEERS.get(config.engine.name, Ours)
     with tensor_axis(config.mesh.tp) as axis:
-        model = built(alone(config) if peer else config, axis)
+        model = built(config if engine is Ours else alone(config), axis)
         recorded = _recorded(model, {} if records is None else records)
     unknown = dict(left_out(config, recorded.failure, model.module))
-    if peer:
-        made = peer(config, model, recorded)
-        memory, host, peak, sent = made.memory, 0, made.run(recorded.marks, k), made.rows
-    else:
-        memory, host = kept(model), on_host(model)
-        ours = Ours(model, recorded.marks, sum(memory.values()) - host)
-        peak = ours.run(recorded.marks, k)
-        sent = wire(model, k, ours.gathers)
+    made = engine(config, model, recorded)
+    peak, sent = made.run(recorded.marks, k), made.rows
     sent.add(recorded.tensor_parallel, k)
     room, is_sent, has_peak = config.cluster.device_memory, "wire" not in unknown, "peak" not in unknown
     return {
-        "kept": memory,
-        "on_host": host,
+        "kept": made.memory,
+        "on_host": made.on_host,
         "peak": asdict(peak) if has_peak else None,
         "wire": sent.table if is_sent else None,
         "sent": sent.num_bytes if is_sent else None,
@@ -100,7 +93,7 @@ def plan(config: Config, records: Records | None = None) -> dict[str, Any]:
 def _recorded(model: Model, records: Records) -> Recorded:
     """A record of this cell, or of one that computes alike."""
     config = model.config
-    arriving = [bucket.arriving(config) for bucket in model.buckets]
+    arriving = [each.arriving for unit in model.units for each in unit.gradients]
     of_data = config.data.seq_len, config.train.microbatch_size, config.mesh.tp, config.mesh.sequence_parallel
     made_of = config.model, config.cluster.device, config.dtype.compute, config.dtype.fp8, arriving
     key = repr((of_data, made_of, [unit.name for unit in model.units]))
@@ -119,9 +112,6 @@ def left_out(config: Config, failure: str, module: nn.Module) -> Iterator[tuple[
     yield from beyond(config)
     if config.dtype.fp8 is not None and config.cluster.device is Device.cuda:
         yield "peak", f"dtype.fp8={config.dtype.fp8.name} on cuda: which kernels multiply, only a card can tell"
-    if config.dtype.fp8 is not None and config.mesh.tp > 1:
-        for part in ("peak", "wire"):
-            yield part, "dtype.fp8 with mesh.tp: maxima of activations are exchanged as the layers run"
     if config.dtype.loss_scale == "dynamic":
         yield "wire", "dtype.loss_scale=dynamic: torch's scaler has an exchange of its own"
     if options["grad_buffer"] is not GradBuffer.flat:
