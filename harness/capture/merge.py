@@ -22,7 +22,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from harness.capture import describe
-from harness.capture.parts import END, FACTS, FOLDER, WIDTHS
+from harness.capture.parts import END, FACTS, FOLDER, WIDTHS, captures_of
 from harness.probe.capture import write_final, write_step
 from harness.probe.step_checks.pieces import Block, Blocks, Piece
 from harness.probe.step_checks.sketch import SKETCHES, Place
@@ -75,7 +75,7 @@ def cut(folder: Path, done: int) -> None:
     if count < done:
         there = f"holds {count} steps" if count else "holds no run that can go on"
         raise ValueError(f"{folder.parent.parent} {there}: it cannot go on behind {done}")
-    later = [path for path in folder.glob("step-*.safetensors") if int(path.stem[5:]) > done]
+    later = [path for path in captures_of(folder) if int(path.stem[5:]) > done]
     for path in (folder / END, folder / "final.safetensors", *later):
         path.unlink(missing_ok=True)
     lines = part.lines[:done]
@@ -331,6 +331,7 @@ class Merged:
             "decayed": sorted({name for part in self.parts for name in part.facts["optimizer"]["decayed"]}),
             "unplaced": {name: why for part in self.parts for name, why in part.facts["unplaced"].items()},
             "captured": list(captured),
+            "resumed": max((line.get("done", 0) for line in self.parts[0].lines), default=0) or None,
             "wall_s": max(sum(line["seconds"] for line in part.lines) for part in self.parts),
         }
 
@@ -345,8 +346,8 @@ class Merged:
         return digest.hexdigest()
 
     def _write_tensors(self) -> list[int]:
-        names = [{path.stem for path in part.folder.glob("step-*.safetensors")} for part in self.parts]
-        found = [name for name in sorted(set.intersection(*names)) if int(name[5:]) <= self.steps]
+        names = [[path.stem for path in captures_of(part.folder)] for part in self.parts]
+        found = [name for name in names[0] if all(name in each for each in names) and int(name[5:]) <= self.steps]
         steps = [int(name[5:]) for name in found]
         final = {part: part.tensors("final") for part in self.parts}
         has_final = all(final.values()) and bool(steps)

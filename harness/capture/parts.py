@@ -44,11 +44,17 @@ def folder_of(path: Path, rank: int) -> Path:
     return path / FOLDER / f"rank-{rank:05d}"
 
 
+def captures_of(folder: Path) -> list[Path]:
+    """Files of whole tensors, in the order of their steps."""
+    return sorted(folder.glob("step-*.safetensors"), key=lambda path: int(path.stem[5:]))
+
+
 class Part:
     """Files of one rank. Raises `OSError`: the disk is full, or the folder cannot be made."""
 
-    def __init__(self, path: Path, rank: int) -> None:
-        self.folder = folder_of(path, rank)
+    def __init__(self, path: Path, rank: int, keep_last: int) -> None:
+        """keep_last: steps whose whole tensors stay beside the first one's; 0: all."""
+        self.folder, self._keep_last = folder_of(path, rank), keep_last
         private_folder(self.folder.parent)
         private_folder(self.folder)
         self._lines = open(self.folder / "steps.jsonl", "ab", buffering=0)  # noqa: SIM115 - kept open over the run
@@ -94,6 +100,8 @@ class Part:
         try:
             save_file({key: each.clone() if _is_view(each) else each for key, each in tensors.items()}, temporary)
             temporary.replace(self.folder / f"{name}.safetensors")
+            for old in captures_of(self.folder)[1 : -self._keep_last] if self._keep_last else ():
+                old.unlink()
         except Exception as error:  # told to the loop's thread
             self._problem = error
 

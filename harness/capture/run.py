@@ -44,6 +44,7 @@ def watch(
     *,
     steps: Sequence[int] | None = None,
     limit_mib: int = 1024,
+    keep_last: int = 0,
     share: float = 0.02,
     done: int = 0,
     parts: Parts | None = None,
@@ -54,12 +55,13 @@ def watch(
 
     Args: model: one module, or several (pipeline stages). optimizer: one, several, or None. path: a new folder, shared
     by all ranks. steps: those whose whole tensors are kept; None: 1, 10, 100, ... while `limit_mib` MiB hold them.
+    keep_last: of these steps the first one's tensors and those of the last so many stay on disk; 0: of all.
     share: of the loop's processor time that looking at tensors may take, beyond a second: steps are then looked at in
     pairs, in every 4, 8, 16, ... of them; losses and data are recorded in all. done: steps before this process, whose
     model and optimizer go on from a checkpoint: the record that `path` holds of them goes on as well. parts: what
     parameters are made of, where their names and shapes do not say it (packed, stacked, cut by hand).
     """
-    run = Run(Path(path), limit_mib * MIB, steps, share, done)
+    run = Run(Path(path), limit_mib * MIB, steps, share, done, keep_last)
     run.guard(run.start)(model, optimizer, parts)
     return run
 
@@ -88,8 +90,11 @@ class Guarded:
 
 
 class Run:
-    def __init__(self, path: Path, limit_bytes: int, steps: Sequence[int] | None, share: float, done: int) -> None:
+    def __init__(
+        self, path: Path, limit_bytes: int, steps: Sequence[int] | None, share: float, done: int, keep_last: int
+    ) -> None:
         self.path, self.limit_bytes, self.chosen, self._share = path, limit_bytes, steps, share
+        self._keep_last = keep_last
         is_distributed = dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank() if is_distributed else 0
         self.world_size = dist.get_world_size() if is_distributed else 1
@@ -127,6 +132,8 @@ class Run:
     def start(self, model: nn.Module | Iterable[nn.Module], optimizer: Any, parts: Parts | None) -> None:
         if not 0 <= self._share <= 1:
             raise ValueError(f"share={self._share} must be from 0 to 1")
+        if self._keep_last < 0:
+            raise ValueError(f"keep_last={self._keep_last} must be 0 or more")
         folder = folder_of(self.path, self.rank)
         self._is_closed = True  # what lies there is another's
         if self.done:
@@ -135,7 +142,7 @@ class Run:
             other = "name another folder, remove it, or go on with it behind N steps (done=N)"
             raise FileExistsError(f"{self.path} holds a run already: {other}")
         self._is_closed = False
-        self._part = Part(self.path, self.rank)
+        self._part = Part(self.path, self.rank, self._keep_last)
         models = models_of(model)
         self._watching = Watching(models, optimizer, parts, self.guard)
         with contextlib.suppress(RuntimeError):  # of several runs in one process the first counts
@@ -178,12 +185,13 @@ class Run:
             "tokens": self._tokens,
             "lr": watching.lr,
             "forwards": watching.forwards,
-            "repeats": len({*map(id, watching.updated)}) < len(watching.updated),
+            "repeats": len({*watching.updated}) < len(watching.updated),
             "seconds": now - self._last,
             "memory": _memory(),
             "comm": by_kind(self._traffic.take()) if self._traffic is not None else {},
             "every": self.cadence.every,
             "looked": watching.looks,
+            "done": self.done,
         }
         if watching.kept:
             part.tensors(f"step-{self.steps:06d}", watching.kept)
@@ -209,8 +217,10 @@ class Run:
             return step in self.chosen
         if int(str(step)[1:] or 0) or str(step)[0] != "1":
             return False
-        size = self._watching.bytes_here()
-        self._kept_bytes += PARTS_OF_A_STEP * size
+        size = PARTS_OF_A_STEP * self._watching.bytes_here()
+        self._kept_bytes += size
+        if self._keep_last:
+            self._kept_bytes = min(self._kept_bytes, (1 + self._keep_last) * size)
         return self._kept_bytes <= self.limit_bytes
 
     def close(self, reason: str = "") -> None:

@@ -140,7 +140,7 @@ class Watching:
         if not self.updated:
             self.lr = float(optimizer.param_groups[0]["lr"])  # now: a schedule may move it before the step ends
             self._first_update()
-        self.updated.append(optimizer)
+        self.updated += [id(param) for group in optimizer.param_groups for param in group["params"]]
         if not self.looks:
             return
         held: dict[int, list[Shard]] = {}
@@ -194,8 +194,8 @@ class Watching:
         self.local: list[tuple[int, Sketch]] = []
         self.reduced: dict[int, Sketch] = {}
         """By the index of the tensor; copied from a device at the end, as a copy waits for it."""
-        self.updated: list[Optimizer] = []
-        """One for each update, in their order."""
+        self.updated: list[int] = []
+        """Parameters that were stepped, one after another."""
         self.is_captured = captured
         self.kept: dict[str, Tensor] = {}
         """Pieces of a captured step, by the names that `harness.probe.capture` gives them."""

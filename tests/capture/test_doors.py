@@ -6,15 +6,23 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
+from harness.capture import doors, watch
 from harness.parity.compare import compare
 from harness.parity.outcome import Outcome
 from harness.parity.record import load
+from harness.store.metrics import read_metrics
+from tests.capture import loops
+from tests.support.mutants import Slip, each
 
 ROOT = Path(__file__).parents[2]
 GUIDES = {
@@ -66,3 +74,127 @@ def test_a_guide_runs_as_printed(name: str, tmp_path: Path) -> None:
     verdict = compare(two.path, one.path)
     assert verdict.outcome in (Outcome.EQUIVALENT, Outcome.EQUAL), verdict.sentence
     assert "not known" not in verdict.sentence
+
+
+# -- what a program calls, without the program -------------------------------------------------------------------------
+
+
+class Words(loops.Net):
+    """As a model of transformers: it is given targets, and returns its loss."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor, num_items_in_batch: Tensor) -> dict[str, Tensor]:
+        scores = super().forward(input_ids).flatten(0, 1)
+        return {"loss": nn.functional.cross_entropy(scores, labels.flatten(), reduction="sum") / num_items_in_batch}
+
+
+Call = Callable[..., None]
+
+
+def updates(net: nn.Module, optimizer: Any, ended: Call, microbatch: Call) -> None:
+    """Four steps of two microbatches; before the second one's end the model is evaluated on other data."""
+    for batch in loops.batches(4):
+        for number, rows in enumerate(batch.chunk(2)):
+            fed = {"input_ids": rows[:, :-1], "labels": rows[:, 1:]}
+            loss = net(**fed, num_items_in_batch=torch.tensor(batch[:, 1:].numel()))["loss"]
+            loss.backward()
+            if number:
+                optimizer.step()
+                optimizer.zero_grad()
+            net.eval()
+            net(input_ids=batch[:, 1:], labels=batch[:, :-1], num_items_in_batch=torch.tensor(1))
+            net.train()
+            (ended if number else microbatch)(fed, loss.detach())
+
+
+def begun() -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    net = Words()
+    return net, torch.optim.AdamW(net.parameters(), lr=1e-3)
+
+
+def by_hand(path: Path) -> None:
+    net, optimizer = begun()
+    with watch(net, optimizer, path, share=1.0) as run:
+        told = lambda fed, loss: run.step(loss=2 * loss, data=fed)  # noqa: E731 - a mean over this microbatch
+        updates(net, optimizer, told, told)
+
+
+def by_transformers(path: Path) -> None:
+    net, optimizer = begun()
+    callback, given = doors._Transformers(path, {"share": 1.0}), (SimpleNamespace(), SimpleNamespace())
+    arguments = SimpleNamespace(world_size=1, gradient_accumulation_steps=2)
+    callback.on_train_begin(arguments, *given, model=net, optimizer=optimizer)
+    ended, microbatch = (
+        lambda fed, loss, name=name: getattr(callback, name)(arguments, *given)
+        for name in ("on_step_end", "on_substep_end")
+    )
+    updates(net, optimizer, ended, microbatch)
+    callback.on_train_end(arguments, *given)
+
+
+def by_lightning(path: Path) -> None:
+    net, optimizer = begun()
+    callback = doors._Lightning(path, {"share": 1.0})
+    trainer = SimpleNamespace(model=net, optimizers=[optimizer], accumulate_grad_batches=2)
+    callback.on_train_start(trainer, net)
+    ended = lambda fed, loss: callback.on_train_batch_end(trainer, net, {"loss": loss}, fed, 0)  # noqa: E731
+    updates(net, optimizer, ended, ended)
+    callback.on_train_end(trainer, net)
+
+
+def seen(path: Path) -> Iterator[tuple[Any, ...]]:
+    assert load(path).problems == ()
+    for line in read_metrics(path / "metrics.jsonl"):
+        yield pytest.approx(line["loss"], rel=1e-6), line["data_digest"], line["tokens"]
+
+
+def as_by_hand(door: Callable[[Path], None], folder: Path) -> None:
+    """A door tells losses and data of every microbatch as a loop by hand does."""
+    by_hand(folder / "study" / "hand")
+    door(folder / "study" / "door")
+    assert [*seen(folder / "study" / "door")] == [*seen(folder / "study" / "hand")]
+
+
+@pytest.mark.parametrize("door", [by_transformers, by_lightning])
+def test_a_door_records_what_a_loop_by_hand_does(door: Callable[[Path], None], tmp_path: Path) -> None:
+    as_by_hand(door, tmp_path)
+
+
+def _gone(_: Any) -> Any:
+    return lambda *args, **given: None
+
+
+MUTANTS: dict[str, tuple[Slip, Callable[[Path], None]]] = {
+    "door: evaluation": (
+        Slip(doors._Transformers, "_ended", "not module.training", "False", "What is evaluated is taken for a batch"),
+        by_transformers,
+    ),
+    "door: sum of losses": (
+        Slip(doors._Transformers, "_ended", "self._loss * self._terms", "self._loss", "A part of a mean is a loss"),
+        by_transformers,
+    ),
+    "door: microbatches": (
+        Slip(doors._Transformers, "on_substep_end", "", _gone, "The last microbatch is taken for the batch"),
+        by_transformers,
+    ),
+    "door: end": (
+        Slip(doors._Transformers, "on_train_end", "self.run.close()", "pass", "A trained run is never ended"),
+        by_transformers,
+    ),
+    "door: accumulated": (
+        Slip(doors._Lightning, "on_train_batch_end", " * trainer.accumulate_grad_batches", "", "A loss is divided"),
+        by_lightning,
+    ),
+    "door: batch": (
+        Slip(doors._Lightning, "on_train_batch_end", "data=batch", "data=None", "What is trained on is not told"),
+        by_lightning,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", each("Capture of another program", ((n, m[0].breaks) for n, m in MUTANTS.items())))
+def test_a_mutant_is_found(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slip, door = MUTANTS[name]
+    slip.put(monkeypatch)
+    with pytest.raises(AssertionError):
+        as_by_hand(door, tmp_path)

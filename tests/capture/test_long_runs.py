@@ -18,7 +18,7 @@ from harness.capture import merge, parts, run as runs
 from harness.capture.parts import FOLDER
 from harness.parity.compare import compare
 from harness.parity.outcome import Outcome
-from harness.parity.record import load
+from harness.parity.record import Record, load
 from harness.parity.tiers import divergence
 from harness.probe.step_checks.cadence import Cadence
 from harness.store.check_stream import BYTES
@@ -86,11 +86,44 @@ def limited(rank: int, path: Path) -> None:
         loops.train(rank, "single", path, steps=40)
 
 
-def test_a_share_that_is_none_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def rotates(folder: Path) -> None:
+    """The first captured step and the last two are on disk, and what they hold is what a run without a limit holds."""
+    rotated, whole = (captured(folder / "study" / f"keep {keep}", keep) for keep in (2, 0))
+    assert rotated.captures.keys() == {1, 21, 25}
+    assert whole.captures.keys() == {*range(1, 26, 4)}
+    assert compare(rotated.path, whole.path).outcome is Outcome.EQUAL
+    for step, capture in rotated.captures.items():
+        assert capture.tensors.keys() == whole.captures[step].tensors.keys()
+
+
+def captured(path: Path, keep: int) -> Record:
+    torch.manual_seed(0)
+    net = loops.Net()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    with runs.watch(net, optimizer, path, steps=range(1, 100, 4), keep_last=keep, share=1.0) as run:
+        for batch in loops.batches(27):
+            loss = torch.nn.functional.cross_entropy(net(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            run.step(loss=loss, data=batch)
+            assert not keep or len(parts.captures_of(parts.folder_of(path, 0))) <= 2 + keep, "one is being written"
+    record = load(path)
+    assert record.problems == ()
+    return record
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [({"share": 2.0}, "share=2.0 must be from 0 to 1"), ({"keep_last": -1}, "keep_last=-1 must be 0 or more")],
+)
+def test_an_option_that_is_none_is_one_warning(
+    options: dict[str, Any], told: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING, "harness.capture"):
-        made(tmp_path / "study" / "run", share=2.0)
+        made(tmp_path / "study" / "run", **options)
     (said,) = caplog.messages
-    assert "share=2.0 must be from 0 to 1" in said
+    assert told in said
 
 
 # -- attempts ----------------------------------------------------------------------------------------------------------
@@ -141,6 +174,7 @@ PROMISES = [
     looks_seldom,
     sees_what_moved_between,
     stays_below_its_limit,
+    rotates,
     partial(goes_on, layout="fsdp2"),
     sees_a_wrong_resume,
     clean_and_hot,
@@ -164,6 +198,26 @@ MUTANTS: dict[str, tuple[Slip, Callable[[Path], None]]] = {
     "disk": (
         Slip(Cadence, "thin", "max(4, 2 * self.every)", "self.every", "Sketches grow without a limit"),
         stays_below_its_limit,
+    ),
+    "share": (
+        Slip(
+            runs.Run,
+            "_cadence",
+            "self._share",
+            "0.02",
+            "A run looks for the usual share of time, whatever it was given",
+        ),
+        looks_seldom,
+    ),
+    "rotation": (
+        Slip(
+            parts.Part, "_write", "[1 : -self._keep_last]", "[: -self._keep_last]", "The first step's tensors go, too"
+        ),
+        rotates,
+    ),
+    "rotation of many": (
+        Slip(parts.Part, "_write", "[1 : -self._keep_last]", "[1:1]", "Whole tensors of every captured step stay"),
+        rotates,
     ),
     "attempts": (
         Slip(merge, "cut", "part.lines[:done]", "part.lines", "Steps behind the checkpoint stay in the record"),

@@ -66,6 +66,30 @@ def several_updates_are_no_fault(to: Path) -> bool:
     return both(to, {"updates": 2}, {"updates": 2}).outcome in CLEAN
 
 
+def groups_one_by_one_are_one_update(to: Path) -> bool:
+    """As DeepSpeed's ZeRO steps them."""
+    paths = [by_groups(to / "study" / str(apart), apart=apart) for apart in (True, False)]
+    return compare(*paths).outcome is Outcome.EQUAL and load(paths[0]).config["optimizer.name"] == "adamw"
+
+
+def by_groups(path: Path, *, apart: bool) -> Path:
+    torch.manual_seed(0)
+    net = loops.Net()
+    groups = [{"params": [each for each in net.parameters() if (each.ndim > 1) is wide]} for wide in (True, False)]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3)
+    every = optimizer.param_groups
+    with watch(net, optimizer, path, share=1.0) as run:
+        for rows in loops.batches(STEPS):
+            loss = nn.functional.cross_entropy(net(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
+            loss.backward()
+            for optimizer.param_groups in [[each] for each in every] if apart else [every]:
+                optimizer.step()
+            optimizer.param_groups = every
+            optimizer.zero_grad()
+            run.step(loss=loss, data=rows)
+    return path
+
+
 def numbers_that_are_none_are_recorded(to: Path) -> bool:
     path = to / "study" / "spoilt"
     with watch(nn.Linear(1, 1), None, path) as run:
@@ -121,6 +145,16 @@ MUTANTS: dict[str, tuple[Slip, Callable[[Path], bool]]] = {
             describe, "config", 'if any(each["repeats"]', 'if not any(each["repeats"]', "Two updates are held to be one"
         ),
         several_updates_are_no_fault,
+    ),
+    "groups": (
+        Slip(
+            watching.Watching,
+            "_update",
+            "id(param) for",
+            "id(optimizer) for",
+            "Groups stepped in turn are several updates",
+        ),
+        groups_one_by_one_are_one_update,
     ),
     "NaN": (
         Slip(merge, "decode", "", lambda _: json.loads, "A run whose loss is no number is lost"),
