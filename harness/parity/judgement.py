@@ -216,6 +216,7 @@ class Judgement:
             wide=all(run.config["dtype.main_params"] not in SIXTEEN_BITS for run in (self.arm, self.control)),
             first=2 if captured else 1,
             begins=Stage.gather if twice else Stage.forward,
+            taken=self._taken,
         )
 
     @cached_property
@@ -300,6 +301,11 @@ class Judgement:
 
         return [[place(finding) for finding in kind] for kind in kinds]
 
+    @property
+    def _taken(self) -> Stage:
+        """A watch sees gradients when they are clipped."""
+        return Stage.clipping if comparable.is_one(self.arm, self.control) else Stage.reduction
+
     def _place(self, step: int) -> Stage:
         return Stage.reduction if self._locally_equal(step, self.push) else Stage.gradient
 
@@ -313,6 +319,8 @@ class Judgement:
             return replace(finding, stage=stage, since=Stage.forward)
         if stage is Stage.gradient and step > 1 and step - 1 not in self.pairs:
             return replace(finding, stage=Stage.optimizer, since=Stage.weights)
+        if stage is Stage.reduction and self._taken is not stage:
+            return replace(finding, stage=self._taken, since=stage)
         return replace(finding, stage=stage)
 
     def _logged_norms(self, usable: Sequence[int]) -> list[Finding]:

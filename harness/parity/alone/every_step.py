@@ -104,8 +104,8 @@ def check(run: Record, arithmetic: Arithmetic) -> list[Finding]:
 
 
 def _of_checkpoint(run: Record, finding: Finding) -> Finding:
-    resumed = run.summary.get("restored")
-    lost = resumed and finding.check == BETWEEN and finding.step == int(resumed["step"]) + 1
+    last = (run.summary.get("restored") or {}).get("step", run.summary.get("resumed"))
+    lost = last is not None and finding.check == BETWEEN and finding.step == int(last) + 1
     return replace(finding, stage=Stage.checkpoint) if lost and finding.grade is not Grade.ok else finding
 
 

@@ -59,13 +59,14 @@ def jumps(
     wide: bool,
     first: int,
     begins: Stage,
+    taken: Stage,
 ) -> list[list[Finding]]:
     """Jumps of gradients and weights, a list a kind.
 
     Args: last_stable: last step at which the control is stable. certain: last step up to which both are known right;
     weights are judged up to there, and while the control is stable. wide: main weights have more than 16 bits;
     otherwise weights are judged after `certain` alone. first: first step that is judged here. begins: stage in which
-    one of the two may first use other weights.
+    one of the two may first use other weights. taken: last stage that gradients are recorded behind.
     """
     local = gradient_jumps(found, found.local, envelope, last_stable)
     reduced = gradient_jumps(found, found.reduced, envelope, last_stable)
@@ -75,7 +76,7 @@ def jumps(
     kinds = []
     for check, jump, stage, since in (
         (GIVEN.format("local gradient"), local, Stage.gradient, begins),
-        (GIVEN.format("gradient"), reduced, Stage.reduction, Stage.reduction if seen else begins),
+        (GIVEN.format("gradient"), reduced, taken, Stage.reduction if seen else begins),
         (WEIGHTS, weights.at(asked), Stage.optimizer, after),
     ):
         judged = jump.at(jump.steps >= first)
