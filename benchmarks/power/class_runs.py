@@ -145,7 +145,7 @@ def claimed(sentence: str, control: Path) -> dict[str, object]:
     A clause about the control is passed over where another one follows: megatron-fsdp's Adam explains itself.
     """
     first, *besides = sentence.split("; and besides, ")
-    own = [first, *besides] if f"; in {classes.STUDY}/{control.name}" not in first else besides
+    own = [first, *besides] if f"; in {control.parent.name}/{control.name}" not in first else besides
     found = list(CLAIM.finditer(own[0])) if own else []
     steps = [int(each["step"]) for each in found if each["step"]]
     if own and steps and (began := BEGUN.search(own[0])):
@@ -162,12 +162,12 @@ def claimed(sentence: str, control: Path) -> dict[str, object]:
 # -- tables ------------------------------------------------------------------------------------------------------------
 
 
-def tables(rows: pd.DataFrame) -> Iterator[str]:
+def tables(rows: pd.DataFrame, found: Sequence[str] = ("DIFFERENT", "UNDECIDED")) -> Iterator[str]:
     """By class and kind of training, by control, and of clean pairs. Rates have one-sided 95 % bounds."""
     idle = set(rows[rows["acts"].astype(str) == "False"][KEY].apply(tuple, axis=1))
     faulty = rows[~rows["kind"].isin(("clean", "peer")) & ~rows[KEY].apply(tuple, axis=1).isin(idle)]
     faulty = faulty.assign(
-        found=(faulty["claimed"].astype(str) == "True") & faulty["outcome"].isin(("DIFFERENT", "UNDECIDED")),
+        found=(faulty["claimed"].astype(str) == "True") & faulty["outcome"].isin(found),
         placed=[stage in str(stages).split() for stage, stages in zip(faulty["stage"], faulty["stages"], strict=True)],
         begun=[str(step) in str(steps).split() for step, steps in zip(faulty["step"], faulty["steps"], strict=True)],
     )
