@@ -6,7 +6,7 @@
 
 Loops by hand (tests/capture/corpus_loops.py) of the corpus' own model, under torch's DDP and FSDP2 and DeepSpeed's
 ZeRO-2, watched by `harness.capture`: tensors whole at steps 1 and 10 of 12, sketches at all. A fault has full strength,
-as the corpus says it, and acts from step `LATE` on (`late`), with a twin for that in step `ONCE` alone (`once`), or when
+as the corpus says it. It acts from step `LATE` on (`late`), its twin in step `ONCE` alone (`once`); or where
 a run is resumed behind step `PREEMPT_AT`, or at its end. Each faulty run is held against the same loop without the
 fault (`twin`), another parallelism, and one process. A verdict finds a fault that is DIFFERENT or UNDECIDED by its own
 clause, or NOT_COMPARABLE by what it names: data or a learning rate that are other ones at some step.
