@@ -25,10 +25,9 @@ from harness.config.schema import NO_FAULT, Config
 from harness.engines import optim
 from harness.engines.protocol import Microbatch, State
 from harness.fsdp import create_state
-from harness.fsdp.comm import reduction
-from harness.fsdp.update import norms
 from harness.models.workload import workload_for
 from tests.capture import loops
+from tests.faults import clips, site
 
 
 @dataclass(frozen=True)
@@ -77,11 +76,11 @@ class Bucket:
 
     @property
     def grad_shards(self) -> list[Tensor]:
-        return [rows.grad for rows in self.rows] or [torch.empty(0)]
+        return [rows.grad for rows in self.rows] or [torch.zeros(1)]
 
     @property
     def main_shards(self) -> list[Tensor]:
-        return [rows.weight for rows in self.rows] or [torch.empty(0)]
+        return [rows.weight for rows in self.rows] or [torch.zeros(1)]
 
     @property
     def others(self) -> list[Tensor]:
@@ -196,9 +195,9 @@ class Loop:
     def step(self, lr: float) -> float:
         bound = self.config.optimizer.clip_norm
         self.parts.reduce.finish()
-        norm = norms.gradient_norm(self.buckets)
+        norm = clips.norms.gradient_norm(self.buckets)
         if bound is not None:
-            norms.clip_gradients(self.buckets, norm, bound)
+            clips.norms.clip_gradients(self.buckets, norm, bound)
         optim.set_lr(self.optimizer, lr)
         self._update()
         self.parts.weights.install()
@@ -223,7 +222,7 @@ class Loop:
         dist.all_gather(every, flat.contiguous())
         own = [each.tensor_split(self.size)[self.rank].clone() for each in every]
         parts = [part.clone() for part in flat.tensor_split(self.size)]
-        reduction._sum_in_order(own, parts[self.rank], flat.dtype, add=False)
+        site.reduction._sum_in_order(own, parts[self.rank], flat.dtype, add=False)
         for rank, part in enumerate(parts):
             dist.broadcast(part, rank)
         return torch.cat(parts)
@@ -309,6 +308,7 @@ class Zero2(Loop):
         k = self.config.train.global_batch_size // self.config.train.microbatch_size // self.size
         options = {"gradient_accumulation_steps": k, "zero_optimization": {"stage": 2, "reduce_bucket_size": 10**6}}
         options |= {"train_micro_batch_size_per_gpu": self.config.train.microbatch_size, "gradient_clipping": 0.0}
+        options |= {"zero_allow_untested_optimizer": True}
         self.wrapped, self.watched = loops._zero(self.net, self.optimizer, stage=2, **options)
         self.zero: Any = self.watched
         self._updates = False

@@ -19,7 +19,6 @@ from harness.config.derived import lr_at
 from harness.config.schema import NO_FAULT, Config
 from harness.data.loader import Loader
 from harness.engines.protocol import Microbatch
-from harness.fsdp.update import norms
 from harness.train.faults import build_session
 from tests.capture.corpus_loops import KINDS, Bucket, Loop
 from tests.faults import clips, fresh, rule, sums, update, weights
@@ -68,7 +67,9 @@ def handles(rank: int, kind: str, config: Config, loop: Callable[[], Loop]) -> I
             stack.enter_context(mock.patch.object(module, "others_of", lambda bucket: bucket.others))
         pieces = lambda site: [each for bucket in site.buckets for each in bucket.grad_shards]  # noqa: E731
         stack.enter_context(mock.patch.object(sums, "_accumulated", pieces if kind == "ddp" else lambda site: []))
-        stack.enter_context(mock.patch.multiple(norms, gradient_norm=gradient_norm, clip_gradients=clip_gradients))
+        stack.enter_context(
+            mock.patch.multiple(clips.norms, gradient_norm=gradient_norm, clip_gradients=clip_gradients)
+        )
         if config.fault.name != NO_FAULT and kind == "fsdp2":
 
             def scatter(output: Tensor, input: Tensor, op: Any, group: Any = None, async_op: bool = False) -> None:
