@@ -64,10 +64,10 @@ ARMS = {
 """Of clean pairs: what must not matter. Loops, and overrides."""
 SEEDS = {"fp32": (60, 61, 62), "sgd": (63,), "hot": (64, 65), "clipped": (66,), "long": (67,)}
 NO_MEANING = {
-    "F21_norm_of_one_rank": "the watch takes the norm of what it sees, and a loop by hand logs none",
-    "F26_second_use_lost": "no module of this model is used twice",
-    "F27_outer_finalize_wrong": "these loops have one data-parallel axis",
-    "garbage_in_padding": "these loops take the norm of parameters, without what lies between them",
+    "F21_norm_of_one_rank": "of the norm that is logged: a watch takes that of what it sees",
+    "F26_second_use_lost": "of a module that is used twice: this model has none",
+    "F27_outer_finalize_wrong": "of a second data-parallel axis",
+    "garbage_in_padding": "of what lies between parameters: these loops take the norm of parameters alone",
 }
 
 
@@ -76,11 +76,11 @@ def no_meaning(fault: Fault, loop: str) -> str:
     strategy = LOOPS[loop][0].partition("=")[2]
     for applies, reason in (
         (fault.name in NO_MEANING, NO_MEANING.get(fault.name, "")),
-        (fault.recipes, "of our engine's 8-bit weights, which these loops have not"),
-        (fault.tensor_parallel, "of tensor parallelism, which these loops have not"),
-        (MUON in fault.cell, "of our engine's step of whole matrices; torch's optimizers here step elements"),
-        (fault.stage == "gather" and loop == "ddp", "nothing is gathered"),
-        (fault.strategies and strategy not in fault.strategies, f"of {' and '.join(fault.strategies)}"),
+        (fault.recipes, "of 8-bit weights of our engine"),
+        (fault.tensor_parallel, "of tensor parallelism"),
+        (MUON in fault.cell, "of our engine's step of whole matrices"),
+        (fault.stage == "gather" and loop == "ddp", "of gathered weights, which DDP has not"),
+        (fault.strategies and strategy not in fault.strategies, f"of {' and '.join(fault.strategies)} alone"),
     ):
         if applies:
             return reason
@@ -206,15 +206,29 @@ def told(verdict: Verdict, control: Path) -> dict[str, object]:
     return class_runs.claimed(verdict.sentence, control)
 
 
+FOUND = ("DIFFERENT", "UNDECIDED", "NOT_COMPARABLE")
+
+
 def tables(rows: pd.DataFrame) -> Iterator[str]:
-    yield from class_runs.tables(rows, found=("DIFFERENT", "UNDECIDED", "NOT_COMPARABLE"))
-    reasons: dict[str, list[str]] = {}
+    by_loop, by_control, _, clean = class_runs.tables(rows, FOUND)
+    yield from (by_loop, by_control, clean)
+    faulty = rows[rows["kind"] != "clean"]
+    missed = faulty[(faulty["claimed"].astype(str) != "True") | ~faulty["outcome"].isin(FOUND)]
+    places = (
+        (name, corpus()[name].does, ", ".join(f"{loop} against {' and '.join(dict.fromkeys(own['against']))}"
+         for loop, own in each.groupby("world", sort=False)))
+        for name, each in missed.groupby("name", sort=False)
+    )  # fmt: skip
+    yield markdown_table(["missed", "what it does", "where"], places)
+    reasons: dict[str, dict[str, list[str]]] = {}
     for fault in corpus().values():
         for loop in LOOPS:
             if reason := no_meaning(fault, loop):
-                reasons.setdefault(fault.name, []).append(f"{loop}: {reason}")
-    lines = ((name, "; ".join(each)) for name, each in reasons.items())
-    yield markdown_table(["not on", "why"], lines)
+                reasons.setdefault(reason, {}).setdefault(fault.name, []).append(loop)
+    named = {reason: (f"{name} ({', '.join(on)})" if len(on) < len(LOOPS) else name for name, on in each.items())
+             for reason, each in reasons.items()}  # fmt: skip
+    yield markdown_table(["no meaning, as it is", "faults, on all loops or these"],
+                         ((reason, ", ".join(names)) for reason, names in named.items()))  # fmt: skip
 
 
 def main() -> int:
