@@ -160,22 +160,17 @@ def preview(cells: Sequence[Cell]) -> str:
     """
     store = Store(cells[0].config["launch"]["root"])
     sources, jobs = Sources.gather(), probe()
-    local = [cell for cell in cells if not submission.is_remote(cell)]
-    remote = [cell for cell in cells if submission.is_remote(cell)]
-    decisions = {cell.signature: look(store, cell, sources, jobs) for cell in local}
-
-    def keep(cell: Cell, decision: Decision) -> None:
-        decisions[cell.signature] = decision
-
-    batches = submission.planned(store, remote, sources, jobs, keep) if remote else []
-    decisions |= {cell.signature: decision for batch in batches for cell, decision in batch.wanted}
+    decisions = {cell.signature: look(store, cell, sources, jobs) for cell in cells}
+    remote = [(cell, decisions[cell.signature]) for cell in cells if submission.is_remote(cell)]
+    wanted = [(cell, decision) for cell, decision in remote if decision.starts]
+    batches = submission.planned(store, wanted) if remote else []
     written = "nothing is written but batch scripts" if batches else "nothing is written"
-    parts = [f"{len(cells)} cell{'s' * (len(cells) > 1)}; dry run: {written}, nothing is started"]
+    parts = [f"{screen.counted(len(cells), 'cell')}; dry run: {written}, nothing is started"]
     for cell in cells:
         decision = decisions[cell.signature]
         parts.append(f"\n{store.path_of(cell)}\n    {decision.action.value}: {decision.why}")
         parts.extend(f"    {override}" for override in cell.overrides)
-    if local:
+    if local := [cell for cell in cells if not submission.is_remote(cell)]:
         parts.append(_local(store, local[0]))
     parts.extend(_script(store, batch) for batch in batches)
     return "\n".join(parts)
@@ -197,7 +192,7 @@ def _script(store: Store, batch: Batch) -> str:
     batch.dry_file.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(batch.dry_file, text)
     variables = _assignments(run_environment(batch.wanted[0][0].typed))
-    title = f"sbatch script of {count} cell{'s' * (count > 1)} ({batch.dry_file}):"
+    title = f"sbatch script of {screen.counted(count, 'cell')} ({batch.dry_file}):"
     return f"\n{title}\n\n{text}\nin each rank:\n{variables}"
 
 

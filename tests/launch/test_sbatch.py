@@ -157,7 +157,7 @@ MUTANTS = {
         lambda submit, root, _, capfd: test_steps_that_are_not_gone_on_with_are_told(submit, root, capfd),
         Slip(
             submission,
-            "_wanted",
+            "submit_cells",
             "decision.action is not Action.start",
             "not decision.starts",
             "Lost steps are not told of",

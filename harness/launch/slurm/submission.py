@@ -79,32 +79,19 @@ def submit_cells(
     for study in dict.fromkeys(cell.study for cell in cells):
         with store.study_lock(study):
             of_study = [cell for cell in cells if cell.study == study]
-            wanted = _wanted(store, of_study, sources, jobs, on_decision)
-            if wanted:
+            decisions = [(cell, look(store, cell, sources, jobs)) for cell in of_study]
+            for cell, decision in decisions:
+                if decision.action is not Action.start:
+                    on_decision(cell, decision)
+            if wanted := [(cell, decision) for cell, decision in decisions if decision.starts]:
                 made = batches(store, wanted, code=code_copy(store.root, take=True), limit=max_array_size())
                 submitted += [_submit(store, batch, sources) for batch in made]
     return submitted
 
 
-def planned(
-    store: Store, cells: Sequence[Cell], sources: Sources, jobs: JobProbe | None, on_decision: OnDecision
-) -> list[Batch]:
+def planned(store: Store, wanted: Wanted) -> list[Batch]:
     """Dry run of `submit_cells`, in its order."""
-    wanted = _wanted(store, cells, sources, jobs, on_decision)
     return list(batches(store, wanted, code=code_copy(store.root, take=False), limit=max_array_size()))
-
-
-def _wanted(
-    store: Store, cells: Sequence[Cell], sources: Sources, jobs: JobProbe | None, on_decision: OnDecision
-) -> Wanted:
-    wanted = []
-    for cell in {cell.signature: cell for cell in cells}.values():
-        decision = look(store, cell, sources, jobs)
-        if decision.starts:
-            wanted.append((cell, decision))
-        if decision.action is not Action.start:
-            on_decision(cell, decision)
-    return wanted
 
 
 def _submit(store: Store, batch: Batch, sources: Sources) -> Array:
