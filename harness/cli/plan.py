@@ -97,8 +97,9 @@ def told(cell: Cell, plan: Mapping[str, Any]) -> list[str]:
             for kind, each in kinds.items()
         ]
         lines += ["", *screen.table(["axis", "collective", "messages a step", "bytes sent"], sent, room)]
-    for part, why in plan["left_out"].items():
-        lines += ["", *screen.fold(f"no {part} is planned. {why}", room, screen.INDENT)]
+    for why in dict.fromkeys(plan["left_out"].values()):
+        missing = [{"wire": "traffic"}.get(part, part) for part, each in plan["left_out"].items() if each == why]
+        lines += ["", *screen.fold(f"no {' and no '.join(missing)} is planned. {why}", room, screen.INDENT)]
     return lines
 
 

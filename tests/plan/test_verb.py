@@ -27,6 +27,13 @@ def test_a_cell_is_told_with_what_to_type_next(capsys: pytest.CaptureFixture[str
     assert told.splitlines()[-1].endswith(f"run.py {' '.join(WORDS)} cluster.device_memory=1")
 
 
+def test_what_is_not_planned_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "model=odd", "data=synthetic"]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert told.count("no peak and no traffic is planned. model.family=odd does not run on torch's meta device") == 1
+    assert "no wire" not in told
+
+
 def test_a_set_of_cells_is_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *WORDS, "sharding=optim_grads,optim_grads_params", "engine=native,fsdp2", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
