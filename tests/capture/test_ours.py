@@ -18,6 +18,7 @@ from harness.data.loader import Loader
 from harness.engines.protocol import Ranks
 from harness.models.workload import workload_for
 from harness.parity.compare import compare
+from harness.parity.judgement import Judgement
 from harness.parity.outcome import Outcome, Stage
 from harness.parity.record import load
 from harness.parity.tiers import comparable as tiers
@@ -116,6 +117,10 @@ def same(ours: Path, watched: Path) -> bool:
     return compare(watched / "right", ours).outcome is Outcome.EQUIVALENT
 
 
+def clipping_is_within_the_interval(ours: Path, watched: Path) -> bool:
+    return Stage.clipping in compare(watched / "unclipped", ours).findings[0].stages
+
+
 def other_weights_are_refused(ours: Path, watched: Path) -> bool:
     return compare(watched / "seed", ours).outcome is Outcome.NOT_COMPARABLE
 
@@ -128,6 +133,10 @@ MUTANTS: dict[str, tuple[Slip, Callable[[Path, Path], bool]]] = {
     "squares of clipped gradients": (
         Slip(tiers, "_times", "* factor", "* factor**2", "Captured gradients are clipped twice"),
         same,
+    ),
+    "behind clipping": (
+        Slip(Judgement, "_taken", "Stage.clipping if", "Stage.reduction if", "A loop that clips nothing sums wrongly"),
+        clipping_is_within_the_interval,
     ),
     "first weights of two rules": (
         Slip(tiers, "_first_weights", "if not np.array_equal(one, other)", "if False", "Other first weights pass"),
