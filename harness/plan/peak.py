@@ -20,6 +20,7 @@ from harness.fsdp.runtime.reduce import MAX_UNITS
 from harness.fsdp.runtime.units import Unit
 from harness.fsdp.storage.gradients import Accumulation, Gradients
 from harness.fsdp.storage.param_group import ParamGroup
+from harness.fsdp.update.norms import LONG
 from harness.plan.activations import Mark, Recorded
 from harness.plan.model import Model, kept
 from harness.plan.wire import Rows, wire
@@ -158,6 +159,8 @@ class Ours(Step):
         self.whole = {unit.name: 0 if unit.shares_buffers else _whole(unit) for unit in gathered}
         has_two = any(len(bucket.encodings) > 1 for unit in gathered[-1:] for bucket in unit.buckets)
         self.for_backward = [] if has_two else gathered[-1:]
+        shares = model.transport == "shm" and model.place.inner_size > 1
+        self.staged = {unit.name: _staged(unit, model.place.inner_size) * shares for unit in gathered}
         # sums of microbatches that are there from the first reduction of a step to `zero_grad`, by unit
         self.sums = {unit.name: sum(map(_sums, unit.gradients)) for unit in model.units}
         self.memory, self.on_host = kept(model)
@@ -188,6 +191,19 @@ class Ours(Step):
 
     def stays(self, unit: Unit) -> bool:
         return unit.is_root or (not self.in_backward and unit in self.for_backward)
+
+    def on_forward(self, mark: Mark, unit: Unit) -> None:
+        for each in self.units:
+            if each not in self.on_way:
+                self.free(WEIGHTS, f"{each.name} as sent")
+        super().on_forward(mark, unit)
+
+    on_backward = on_forward
+
+    def _gather(self, mark: Mark, unit: Unit) -> None:
+        if unit.name not in self.live[WEIGHTS]:
+            self.take(WEIGHTS, f"{unit.name} as sent", self.staged[unit.name])
+        super()._gather(mark, unit)
 
     # -- gradients -----------------------------------------------------------------------------------------------------
 
@@ -229,6 +245,7 @@ class Ours(Step):
     def end(self) -> None:
         for name in self.whole:
             self.free(WEIGHTS, name)
+            self.free(WEIGHTS, f"{name} as sent")
         for unit in (each for each in self.units if each.is_root and each.trainable):
             self._issue(unit)
 
@@ -239,14 +256,25 @@ class Ours(Step):
             self._land()
         self.note("reduction", 0)
         self.buffers.release_spare()
+        if not self.is_queued:  # torch makes a short shard double before it adds its squares
+            shards = [shard.numel() for bucket in self.model.trained for shard in bucket.grad_shards]
+            self.note("norm", 0, max([8 * numel for numel in shards if numel < LONG], default=0))
         cast = [bucket for bucket in self.model.trained if bucket.dtypes.grads != bucket.dtypes.main]
         self.note("update", 0, sum(each.layout.shard_numel * each.dtypes.main.itemsize for each in cast))
         self.rows = wire(self.model, microbatches_per_rank(self.model.config), self.gathers)
 
 
 def _whole(unit: Unit) -> int:
-    """Bytes of weights that are unsharded for a use."""
-    return sum(each.unsharded.nbytes for b in unit.buckets if not b.is_resident for each in b.encodings)
+    """Bytes of weights that are unsharded for a use. Of two encodings it takes one, but for the root's."""
+    sizes = [[each.unsharded.nbytes for each in bucket.encodings] for bucket in unit.buckets if not bucket.is_resident]
+    return sum(sum(each) if unit.is_root else max(each) for each in sizes)
+
+
+def _staged(unit: Unit, size: int) -> int:
+    """Bytes of this rank's part of a gather in shared memory, where peers cannot read main weights as they are."""
+    cast = [b for b in unit.buckets if not b.is_resident and (b.codec or b.dtypes.main != b.dtypes.compute)]
+    sizes = [[each.unsharded.nbytes for each in bucket.encodings if each.kept is None] for bucket in cast]
+    return sum(max(each, default=0) for each in sizes) // size
 
 
 def _sums(gradients: Gradients) -> int:

@@ -78,6 +78,7 @@ OTHERS = [
         (2, 1, "model.activation_checkpointing=true dtype=bf16"),
         (2, 2, "engine.offload_optimizer=true"),
         (2, 1, "engine.prefetch=3 data.seq_len=16"),
+        (2, 3, "engine.prefetch=4 dtype=bf16 model.dim=96 model.ffn_dim=256"),
         (2, 1, "model.tie_embeddings=true"),
         (2, 1, "optimizer=sgd optimizer.momentum=0.9"),
         (2, 1, "model=moe dtype=bf16 sharding=optim"),

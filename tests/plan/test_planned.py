@@ -139,8 +139,6 @@ BY_CELL = slips(
         plan.packages.MegatronFsdp.count: self.k + 1 if => 2 * self.k if
     gathered again for the backward: ZeRO-3 drops weights of small models
         plan.packages.Deepspeed.count: here * self.compute, self.k => here * self.compute, 2 * self.k
-    one buffer for all: Fixed buffers are one, in which units take turns
-        fsdp.storage.memory.BucketMemory.unit: [self._num_units % 2] => [0]
     """
 )
 SLIPS = slips(
@@ -181,20 +179,27 @@ WITHIN = slips(
     flattened gradients: DeepSpeed reduces gradients where they are
         plan.packages.Deepspeed.end: self.note("reduction", => print("reduction",
         deepspeed sharding=optim_grads
+    one buffer for all: Fixed buffers are one, in which units take turns
+        fsdp.storage.memory.BucketMemory.unit: [self._num_units % 2] => [0]
+        native engine.double_buffer=true
+    nothing offered: Peers read main weights of another dtype as they are
+        plan.peak._staged: if each.kept is None => if False
+        native engine.prefetch=8 model.num_layers=8
     """
 )
 """Peaks alone, each with the engine's setting under which most of it is weights and gradients."""
 
 
 def weighty(words: str) -> Cell:
-    return Cell(2, 1, (*f"engine={words}".split(), *WEIGHTY_PEERS))
+    given = f"engine={words}".split()
+    return Cell(2, 1, (*given, *(each for each in WEIGHTY_PEERS if each.partition("=")[0] not in words)))
 
 
 def cell_of(name: str) -> Cell:
     if name in WITHIN:
         return weighty(WITHIN[name][1])
     named = [f"engine={engine.name}" for engine, peer in ENGINES.items() if peer is BY_CELL[name].owner]
-    return next((each for each in PEERS if each in FEW and each.words[0] in named), FIXED[0])
+    return next(each for each in PEERS if each in FEW and each.words[0] in named)
 
 
 @pytest.mark.parametrize("name", each_mutant(AREA, {**BY_CELL, **WITHIN}))
