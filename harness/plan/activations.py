@@ -29,6 +29,8 @@ from harness.private_torch import tree_leaves
 from harness.probe.collectives import CollectiveMeter, by_kind
 
 NOWHERE = -1
+SAME = (torch.ops._c10d_functional.wait_tensor.default, torch.ops._c10d_functional._wrap_tensor_autograd.default)
+"""Give what they were given, of which the meta device makes another tensor."""
 CONVOLUTIONS = {
     torch.ops.aten.convolution.default: slice(0, 2),
     torch.ops.aten.convolution_backward.default: slice(2, 3),
@@ -73,6 +75,8 @@ class Recorder(TorchDispatchMode):
             return NotImplemented
         if func is torch.ops.aten.nonzero.default and self._routed is not None:
             made = args[0].new_empty((self._routed, args[0].dim()), dtype=torch.int64)
+        elif func in SAME:
+            made = args[0]
         else:
             made = func(*args, **(kwargs or {}))
         for each in tree_leaves(made):

@@ -96,6 +96,7 @@ PEERS = [
         (4, 2, 1, "fsdp2 sharding=optim_grads_params mesh.dp_outer=2 model.tie_embeddings=true"),
         (4, 2, 1, "fsdp2 sharding=optim_grads mesh.dp_outer=4 optimizer=sgd optimizer.momentum=0.9"),
         (4, 2, 2, "fsdp2 dtype=bf16 mesh.sequence_parallel=true"),
+        (4, 1, 2, "fsdp2 dtype=fp32 mesh.sequence_parallel=true"),
         (2, 1, 1, "fsdp2 dtype=fp8_delayed model.dim=128 model.ffn_dim=192"),
         (4, 2, 2, "fsdp2 dtype=fp8_current model.dim=128 model.ffn_dim=256"),
         (4, 1, 2, "ddp dtype=fp8_delayed model.dim=128 model.ffn_dim=256"),
