@@ -1,6 +1,6 @@
 """Plans of memory and traffic beside real steps, on cells drawn at random: none of them is one of tests/plan.
 
-    python benchmarks/checks/plan_cells.py            100 cells of seed 1; five minutes on two idle cores
+    python benchmarks/checks/plan_cells.py            60 cells of seed 1; four minutes on two idle cores
     python benchmarks/checks/plan_cells.py 7 20       seed and number of cells; writes nothing
 
 Writes data/plan_cells.csv. Cells that the product refuses are drawn again. Peaks are those of the rank in the middle,
@@ -77,7 +77,7 @@ def row_of(cell: Cell) -> dict[str, Any]:
 
 def main() -> None:
     asked = [int(each) for each in sys.argv[1:]]
-    seed, count = asked or (1, 100)
+    seed, count = asked or (1, 60)
     source, rows = random.Random(seed), list[dict[str, Any]]()
     while len(rows) < count:
         try:

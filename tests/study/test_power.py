@@ -157,7 +157,7 @@ SAID = {
 @pytest.mark.parametrize("says", SAID)
 def test_a_stated_interval_of_steps_is_a_claim(says: str) -> None:
     for known in ("", "x; in power_classes/b; and besides, "):
-        told = class_runs.claimed(f"DIFFERENT: a against b: {known}{says}.", Path("b"))
+        told = class_runs.claimed(f"DIFFERENT: a against b: {known}{says}.", Path("power_classes/b"))
         assert told["steps"] == " ".join(map(str, SAID[says]))
 
 

@@ -97,9 +97,9 @@ def test_a_question_left_by_a_dead_rank_does_not_keep_the_living_waiting(tmp_pat
 
 
 def test_a_host_alone_asks_for_nothing(tmp_path: Path) -> None:
-    before = threading.active_count()
+    before = {*threading.enumerate()}  # one of an earlier test may end meanwhile
     publish(tmp_path / "none", place(0, 1), Answer(run="x")).join(10)
-    assert threading.active_count() == before
+    assert {*threading.enumerate()} <= before
 
 
 def test_starts_are_told_apart(tmp_path: Path) -> None:
