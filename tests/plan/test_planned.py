@@ -129,6 +129,8 @@ def test_an_engine_without_a_plan_is_refused() -> None:
 AREA = "Plans of memory and traffic"
 BY_CELL = slips(
     """
+    a tensor twice: Waiting for a functional collective makes another tensor
+        plan.activations.Recorder.__torch_dispatch__: func in SAME => func is None
     gathered for each microbatch: FSDP2 under optim_grads drops weights in between
         plan.peers.Fsdp2.count: 1 if stays else => self.k if stays else
     gathered once a step: FSDP1 keeps gathered weights from one microbatch to the next
@@ -185,6 +187,9 @@ WITHIN = slips(
     nothing offered: Peers read main weights of another dtype as they are
         plan.peak._staged: if each.kept is None => if False
         native engine.prefetch=8 model.num_layers=8
+    squares where they are: The norm of gradients needs no memory
+        plan.peak.Ours.update: [8 * numel for numel in shards if numel < LONG] => []
+        native engine.double_buffer=true
     """
 )
 """Peaks alone, each with the engine's setting under which most of it is weights and gradients."""
@@ -198,6 +203,8 @@ def weighty(words: str) -> Cell:
 def cell_of(name: str) -> Cell:
     if name in WITHIN:
         return weighty(WITHIN[name][1])
+    if name == "a tensor twice":
+        return next(each for each in PEERS if each.tp > 1 and "dtype=fp32" in each.words)
     named = [f"engine={engine.name}" for engine, peer in ENGINES.items() if peer is BY_CELL[name].owner]
     return next(each for each in PEERS if each in FEW and each.words[0] in named)
 
