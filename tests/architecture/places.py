@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from filecmp import cmp
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -14,53 +15,39 @@ SHIPPED = ("run.py", "conf", "sweeps", "harness", "hydra_plugins")
 
 
 class Copy:
-    """The sources below a folder, as they are committed until `insert` or `add` changes them.
-
-    places: the file of every insertion, in order; one that is changed twice stands there twice.
-    """
+    """The sources below a folder, as they are committed until `insert` changes them."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.places: list[str] = []
         for name in SHIPPED:
-            if (ROOT / name).is_dir():
-                shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-            else:
-                shutil.copy(ROOT / name, folder / name)
+            copied = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+            copied(ROOT / name, folder / name)
 
-    def insert(self, file: str, text: str, before: str = "") -> None:
-        """Write text into a file, before the only place that says `before`; without one, at its end."""
+    def insert(self, file: str, text: str, before: str) -> None:
+        """Write text into a file, before the only place that says `before`; without one, as a new file."""
         path = self.folder / file
-        source = path.read_text(encoding="utf-8")
-        assert source.count(before) == 1 or not before, (file, before)
-        at = source.index(before) if before else len(source)
-        path.write_text(source[:at] + text + source[at:], encoding="utf-8")
-        self.places.append(file)
-
-    def add(self, file: str, text: str) -> None:
-        """Write a file that is not there yet: one place, as an insertion is."""
-        with (self.folder / file).open("x", encoding="utf-8") as out:
-            out.write(text)
-        self.places.append(file)
+        if not before:
+            assert not path.exists()
+            path.write_text(text)
+            return
+        source = path.read_text()
+        assert source.count(before) == 1, (file, before)
+        path.write_text(source.replace(before, text + before))
 
     def changed(self) -> list[str]:
-        """Files that are not as they were copied."""
-        files = (path for path in self.folder.rglob("*") if path.is_file() and path.suffix in (".py", ".yaml"))
-        names = (path.relative_to(self.folder).as_posix() for path in files)
-        shipped = (name for name in names if name.partition("/")[0] in SHIPPED)
-        return sorted(name for name in shipped if not _same(ROOT / name, self.folder / name))
+        paths = [path for suffix in ("py", "yaml") for path in self.folder.rglob(f"*.{suffix}")]
+        files = sorted(path.relative_to(self.folder).as_posix() for path in paths)
+        shipped = [file for file in files if file.partition("/")[0] in SHIPPED]
+        return [
+            file for file in shipped if not (ROOT / file).exists() or not cmp(ROOT / file, self.folder / file, False)
+        ]
 
     def run(self, *words: str) -> subprocess.CompletedProcess[str]:
-        """Run Python on the copy, from the copy; what it prints comes back."""
         environment = {**os.environ, "PYTHONPATH": str(self.folder), "PYTHONDONTWRITEBYTECODE": "1"}
         command = [sys.executable, *words]
         return subprocess.run(
             command, cwd=self.folder, env=environment, capture_output=True, text=True, check=False, timeout=240
         )
-
-
-def _same(old: Path, new: Path) -> bool:
-    return old.exists() and old.read_bytes() == new.read_bytes()
 
 
 SMALLEST = (

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import re
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 
@@ -92,39 +93,30 @@ AIMS = {"option": 2, "engine": 2, "sharding": 3, "role": 3}
 
 QUESTIONS = """
 import json, torch
-from harness.config import doc, derived
-from harness.config.capabilities import ENGINES, SAME_BITS
+from harness.config import derived, doc
+from harness.config.capabilities import ENGINES, PACKAGES, SAME_BITS
 from harness.config.compose import compose
 from harness.config.errors import BadRequest
-from harness.config.schema import EngineName
-from harness.fsdp import Options, fully_shard
-from harness.fsdp.options import OPTIONS
-from harness.fsdp.build import cups
-from harness.parity.tiers.comparable import WITHOUT_EFFECT
-from harness.store.labels import strategy_of
-from harness.config.catalog import load_catalog
-from harness.config.capabilities import PACKAGES
-from harness.config.schema import OuterStrategy
+from harness.config.schema import EngineName, OuterStrategy
 from harness.engines.adapters.native import policy_of
 from harness.engines.protocol import engine_class
-from harness.fsdp.build import lumps
+from harness.fsdp import Options, fully_shard
+from harness.fsdp.build import cups, lumps
 from harness.fsdp.storage.placement import Placements
 from harness.fsdp.vocabulary import Strategy
-from harness.store.provenance import desk_facts
+from harness.parity.tiers.comparable import WITHOUT_EFFECT
+from harness.store.labels import strategy_of
 
 PATH = "engine.example_option"
-cell = compose([f"{PATH}=5", "launch.dry_run=true"])
-
 TEA = ("sharding=hftea", "mesh=two_by_two")
-tea = compose([*TEA, "launch.dry_run=true"])
 placements = Placements.of(Strategy.optim_grads_params, OuterStrategy.tea)
 
 def settled(*overrides):
-    return compose([*overrides, "launch.dry_run=true"]).typed
+    return compose([*overrides, "launch.dry_run=true"])
 
 def refusal(*overrides):
     try:
-        compose([*overrides, "launch.dry_run=true"])
+        settled(*overrides)
     except BadRequest as error:
         return str(error)
 
@@ -134,88 +126,68 @@ def mistake(**given):
     except (TypeError, ValueError) as error:
         return str(error)
 
+cell, tea = settled(f"{PATH}=5"), settled(*TEA)
 print(json.dumps({
-    "configuration": cell.typed.engine.example_option,
-    "null": compose([f"{PATH}=null", "launch.dry_run=true"]).typed.engine.example_option,
-    "frozen cell": cell.config["engine"]["example_option"],
-    "adapter": derived.engine_options(cell.typed)["example_option"],
-    "range": refusal(f"{PATH}=10"),
-    "typo": refusal("engine.example_optoin=1"),
-    "capabilities": [name.value for name in EngineName if PATH in ENGINES[name].settings],
-    "another engine": refusal("engine=ddp", f"{PATH}=5"),
-    "bits": [PATH in SAME_BITS, PATH in WITHOUT_EFFECT],
-    "setting": [doc.settings()[PATH].expects, doc.settings()[PATH].sentence],
+    "option": [cell.config["engine"]["example_option"], derived.engine_options(cell.typed)["example_option"],
+               settled(f"{PATH}=null").typed.engine.example_option, cups(Options(example_option=4))],
+    "option's engines": [name.value for name in EngineName if PATH in ENGINES[name].settings],
+    "option's bits": [PATH in SAME_BITS, PATH in WITHOUT_EFFECT],
+    "option's sentence": [doc.settings()[PATH].expects, doc.settings()[PATH].sentence],
+    "option refused": [refusal(f"{PATH}=10"), refusal("engine.example_optoin=1"), refusal("engine=ddp", f"{PATH}=5")],
     "face": [mistake(example_option=10), mistake(example_optoin=1)],
-    "reader": cups(Options(example_option=4)),
-    "engines": load_catalog()["engine"],
-    "engine": settled("engine=example", "sharding=no_shard", "mesh=one").engine.name.value,
-    "engine's ranks": refusal("engine=example", "sharding=no_shard"),
-    "engine's typo": refusal("engine=exampel"),
-    "engine's class": engine_class(EngineName.example).__mro__[1].__name__,
-    "engine's sentence": EngineName.example.sentence,
-    "packages": ["packaging" in PACKAGES, "packaging" in desk_facts(PACKAGES)["versions"]],
-    "sharding": [tea.config["sharding"], strategy_of(tea.config), tea.name],
-    "sharding elsewhere": refusal("engine=fsdp2", *TEA),
-    "sharding alone": refusal("sharding=hftea"),
-    "operations": [[f"{step.axis.value} {step.operation.value}" for step in placements.reductions[last]]
-                   for last in (False, True)],
-    "kept state": str(placements.optimizer_state.share(2, 2)),
-    "role": [str(lumps(policy_of(settled(*sugar).dtype))) for sugar in (["dtype.sugar=bf16"], [])],
-    "role elsewhere": refusal("engine=deepspeed", "dtype.sugar=fp64"),
+    "engine": [settled("engine=example", "sharding=no_shard", "mesh=one").typed.engine.name.value,
+               engine_class(EngineName.example).__mro__[1].__name__, EngineName.example.sentence,
+               "packaging" in PACKAGES],
+    "engine refused": [refusal("engine=example", "sharding=no_shard"), refusal("engine=exampel")],
+    "sharding": [tea.config["sharding"], strategy_of(tea.config), "hftea2x2" in tea.name],
+    "sharding refused": [refusal("engine=fsdp2", *TEA), refusal("sharding=hftea")],
+    "placements": [str(placements.optimizer_state.share(2, 2)), *(
+        [f"{step.axis.value} {step.operation.value}" for step in placements.reductions[last]]
+        for last in (False, True))],
+    "role": [str(lumps(policy_of(settled(*sugar).typed.dtype))) for sugar in (["dtype.sugar=bf16"], [])],
     "role's sentence": doc.settings()["dtype.sugar"].sentence,
+    "role refused": [refusal("engine=deepspeed", "dtype.sugar=fp64")],
 }))
 """
 
+TOLD = {
+    "option": [5, 5, None, 4],
+    "option's engines": ["native"],
+    "option's bits": [True, True],
+    "option's sentence": ["a whole number, 1 to 9 cups, or null", "Cups for each unit; null is none."],
+    "face": [
+        "example_option=10 is out of range; valid are 1 to 9 cups, or None",
+        "fully_shard got an unexpected argument 'example_optoin'; nearest are example_option",
+    ],
+    "engine": ["example", "SingleEngine", "Tea for one.", True],
+    "sharding": [{"strategy": "optim_grads_params", "outer": "tea"}, "hftea", True],
+    "placements": ["1/4", ["inner reduce_scatter"], ["inner reduce_scatter", "outer reduce_scatter"]],
+    "role": ["torch.bfloat16", "None"],
+    "role's sentence": "Lumps; null is none.",
+}
+REFUSED = {
+    "option refused": ["1 to 9 cups, or null", "engine.example_option", "engine.example_option"],
+    "engine refused": ["engine=example runs in 1 process", "engine=example"],
+    "sharding refused": ["engine=fsdp2 does not run this hybrid", "has no outer axis to act on"],
+    "role refused": ["engine=deepspeed does not take this dtype"],
+}
+"""Words of each refusal, in order."""
 
-@pytest.fixture(scope="module")
-def copy(tmp_path_factory: pytest.TempPathFactory) -> Copy:
-    """A copy of what is shipped, with all that is added."""
-    copy = Copy(tmp_path_factory.mktemp("tree"))
+
+def test_an_option_an_engine_a_sharding_and_a_dtype_role_are_declared_once(tmp_path: Path) -> None:
+    """No other file differs, and each example stays within its aim: the answers follow from these places."""
+    copy = Copy(tmp_path)
     for file, text, before in (place for places in ADDED.values() for place in places):
-        if before:
-            copy.insert(file, text, before=before)
-        else:
-            copy.add(file, text)
-    return copy
-
-
-@pytest.fixture(scope="module")
-def answers(copy: Copy) -> dict[str, object]:
+        copy.insert(file, text, before)
+    assert copy.changed() == sorted({place[0] for places in ADDED.values() for place in places})
+    assert {name: len(places) for name, places in ADDED.items()} == AIMS
     done = copy.run("-c", QUESTIONS)
     assert done.returncode == 0, done.stderr
-    found: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
-    return found
-
-
-def test_what_is_changed_is_what_is_counted(copy: Copy, answers: dict[str, object]) -> None:
-    """No other file differs, and each example stays within its aim: the answers below follow from these places."""
-    assert copy.changed() == sorted(set(copy.places))
-    assert len(copy.places) == sum(AIMS.values())
-    assert {name: len(places) for name, places in ADDED.items()} == AIMS
-
-
-def test_a_declared_option_is_configured_ranged_and_handed_on(answers: dict[str, object]) -> None:
-    assert (answers["configuration"], answers["null"], answers["frozen cell"], answers["adapter"]) == (5, None, 5, 5)
-    assert "engine.example_option=10: is out of range" in str(answers["range"])
-    assert "1 to 9 cups, or null" in str(answers["range"])
-    assert "engine.example_option" in str(answers["typo"])
-    assert answers["reader"] == 4
-
-
-def test_a_declared_option_is_a_capability_of_the_engine_alone(answers: dict[str, object]) -> None:
-    assert answers["capabilities"] == ["native"]
-    assert "engine.example_option" in str(answers["another engine"])
-    assert answers["bits"] == [True, True]
-
-
-def test_a_declared_option_is_a_setting_with_its_sentence(answers: dict[str, object]) -> None:
-    assert answers["setting"] == ["a whole number, 1 to 9 cups, or null", "Cups for each unit; null is none."]
-
-
-def test_a_declared_option_is_a_keyword(answers: dict[str, object]) -> None:
-    beyond, typo = answers["face"]
-    assert beyond == "example_option=10 is out of range; valid are 1 to 9 cups, or None"
-    assert typo == "fully_shard got an unexpected argument 'example_optoin'; nearest are example_option"
+    answers = json.loads(done.stdout.splitlines()[-1])
+    assert {name: answers[name] for name in TOLD} == TOLD
+    for name, words in REFUSED.items():
+        for word, said in zip(words, answers[name], strict=True):
+            assert word in str(said), name
 
 
 @pytest.mark.parametrize("name", ["separate_gather_group", "offload_optimizer"])
@@ -227,30 +199,3 @@ def test_an_option_is_named_where_it_is_declared_and_where_it_is_read(name: str)
     files = {str(path.relative_to(ROOT)) for path in (ROOT / "harness").rglob("*.py") if named.search(path.read_text())}
     files = {file for file in files if not file.startswith(("harness/plan/", "harness/cli/plan.py"))}
     assert files == {"harness/fsdp/options.py", "harness/fsdp/build.py"}
-
-
-def test_an_engine_is_its_row_and_its_adapter(answers: dict[str, object]) -> None:
-    assert "example" in str(answers["engines"])
-    assert (answers["engine"], answers["engine's class"]) == ("example", "SingleEngine")
-    assert "engine=example runs in 1 process" in str(answers["engine's ranks"])
-    assert "engine=example" in str(answers["engine's typo"])
-    assert answers["engine's sentence"] == "Tea for one."
-    assert answers["packages"] == [True, True]
-
-
-def test_a_sharding_is_its_word_its_placements_and_its_file(answers: dict[str, object]) -> None:
-    """It has the placements of HFSDP, whose operations the engine has: by hand, four ranks train it to HFSDP's bits."""
-    settings, strategy, name = answers["sharding"]
-    assert settings == {"strategy": "optim_grads_params", "outer": "tea"}
-    assert strategy == "hftea"
-    assert "hftea2x2" in name
-    assert "engine=fsdp2 does not run this hybrid" in str(answers["sharding elsewhere"])
-    assert "has no outer axis to act on" in str(answers["sharding alone"])
-    assert answers["operations"] == [["inner reduce_scatter"], ["inner reduce_scatter", "outer reduce_scatter"]]
-    assert answers["kept state"] == "1/4"
-
-
-def test_a_dtype_role_is_set_refused_documented_and_handed_on(answers: dict[str, object]) -> None:
-    assert answers["role"] == ["torch.bfloat16", "None"]
-    assert "engine=deepspeed does not take this dtype" in str(answers["role elsewhere"])
-    assert answers["role's sentence"] == "Lumps; null is none."
