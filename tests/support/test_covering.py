@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import itertools
 
-import pytest
 from hypothesis import given, strategies as st
 
-from tests.support.covering import BATCH, Cover, covering, once
+from tests.support.covering import BATCH, Cover, covering
 
 
 def pairs(points: list[tuple[int, ...]]) -> set[object]:
@@ -24,13 +23,6 @@ def test_every_pair_of_any_product_is_held(sizes: list[int], chance: object) -> 
     few = [points[place] for place in covering(points)]
     assert pairs(few) == pairs(points)
     assert len(set(few)) == len(few)
-
-
-def test_it_is_not_much_larger_than_the_two_longest_factors_need() -> None:
-    points = list(itertools.product(range(4), range(4), range(3), range(2), range(2)))
-    assert 16 <= len(covering(points)) <= 20
-    assert len(covering(points, strength=1)) == 4
-    assert len(covering(points, strength=5)) == len(points)
 
 
 def test_what_is_not_covering_is_marked_full_and_run_apart() -> None:
@@ -51,18 +43,3 @@ def test_a_visit_is_never_longer_than_a_batch() -> None:
     batches = {cases.batch(case) for case in cases}
     assert max(map(len, batches)) == BATCH
     assert sorted(itertools.chain(*batches)) == sorted(cases)
-
-
-def test_what_failed_once_is_not_tried_again() -> None:
-    asked: list[int] = []
-
-    @once
-    def visit(case: int) -> int:
-        asked.append(case)
-        return 1 // case
-
-    for _ in range(3):
-        assert visit(1) == 1
-        with pytest.raises(ZeroDivisionError):
-            visit(0)
-    assert asked == [1, 0]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -12,14 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.scheduling import SLOW, SLOWEST, TOGETHER, admitted, is_slow, place_of, unit_of
+from tests.support.scheduling import SLOW, SLOWEST, TOGETHER, admitted, is_slow, place_of
 
 ROOT = Path(__file__).parents[2]
-
-
-def test_files_stay_whole_and_so_do_folders_that_share_a_session() -> None:
-    assert unit_of("tests/fsdp/test_a.py::test_x[a::b]") == "tests/fsdp/test_a.py"
-    assert unit_of("tests/parity/test_a.py::test_x") == unit_of("tests/parity/test_b.py::test_y") == "tests/parity"
 
 
 def test_every_folder_with_a_fixture_of_the_session_is_kept_together() -> None:
@@ -78,23 +71,3 @@ def test_alone_means_that_nobody_is_there_nor_comes_in(tmp_path: Path, guests: i
         for each in coming:
             each.result()
     assert seen == set()
-
-
-def test_a_process_forked_meanwhile_keeps_nobody_out(tmp_path: Path) -> None:
-    """A leftover of one test is not to make the next one wait for ever."""
-    with admitted(tmp_path, alone=False):
-        leftover = os.fork()
-        if leftover == 0:
-            signal.pause()
-            os._exit(0)
-    try:
-        with ThreadPoolExecutor(1) as pool:
-            pool.submit(enter_alone, tmp_path).result(timeout=10)
-    finally:
-        os.kill(leftover, signal.SIGKILL)
-        os.waitpid(leftover, 0)
-
-
-def enter_alone(folder: Path) -> None:
-    with admitted(folder, alone=True):
-        pass

@@ -6,11 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
-from tests.support import forking, spawn
+from tests.support import spawn
 from tests.support.forking import fork_ranks
 from tests.support.spawn import RankFailed, run_ranks
 
@@ -86,25 +82,6 @@ def test_a_call_finds_nothing_of_the_one_before() -> None:
     assert "LEFT_BEHIND" not in os.environ
 
 
-def own_process(rank: int) -> int:
-    return os.getpid()
-
-
-def test_one_rank_runs_here_unless_it_is_to_be_apart() -> None:
-    assert run_ranks(own_process, 1) == [os.getpid()]
-    assert run_ranks(own_process, 1, apart=True) != [os.getpid()]
-
-
-def environment(rank: int) -> str:
-    return os.environ.get("SET_BY_A_TEST", "not set")
-
-
-def test_ranks_see_the_environment_of_the_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SET_BY_A_TEST", "set")
-    forking._close_servers()  # so that one starts while the variable is set
-    assert run_ranks(environment, 2) == ["not set"] * 2
-
-
 # -- ranks that fail ---------------------------------------------------------------------------------------------------
 
 
@@ -132,67 +109,6 @@ def test_a_rank_that_fails_ends_the_call_and_says_why(how: str, says: str) -> No
         run_ranks(fails, 2, how)
     assert time.monotonic() - began < WAIT_S / 2, "the other rank was not waited for"
     assert run_ranks(summed, 2, 0) == [(0, 2, 1), (1, 2, 1)], "the next call is none the worse"
-
-
-def tell_and_wait(rank: int, folder: Path) -> None:
-    (folder / f"{rank}.part").write_text(str(os.getpid()))
-    (folder / f"{rank}.part").rename(folder / f"{rank}.pid")
-    time.sleep(WAIT_S)
-
-
-class Interrupted(Exception):
-    """What pytest-timeout does in the midst of a call."""
-
-
-@contextmanager
-def interrupt_when_there_are(paths: list[Path]) -> Iterator[None]:
-    def interrupt(*_: object) -> None:
-        raise Interrupted
-
-    def send() -> None:
-        until(lambda: all(path.exists() for path in paths))
-        os.kill(os.getpid(), signal.SIGUSR1)
-
-    before = signal.signal(signal.SIGUSR1, interrupt)
-    thread = threading.Thread(target=send)
-    thread.start()
-    try:
-        yield
-    finally:
-        thread.join()
-        signal.signal(signal.SIGUSR1, before)
-
-
-def until(condition: Any) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert condition()
-
-
-def test_an_interrupted_call_leaves_no_rank(tmp_path: Path) -> None:
-    paths = [tmp_path / f"{rank}.pid" for rank in range(2)]
-    with pytest.raises(Interrupted), interrupt_when_there_are(paths):
-        run_ranks(tell_and_wait, 2, tmp_path)
-    for path in paths:
-        with pytest.raises(ProcessLookupError):
-            os.kill(int(path.read_text()), 0)
-
-
-# -- side by side ------------------------------------------------------------------------------------------------------
-
-
-def meet(rank: int, own: Path, other: Path) -> bool:
-    own.touch()
-    until(other.exists)
-    return True
-
-
-def test_calls_of_several_threads_run_side_by_side(tmp_path: Path) -> None:
-    one, other = tmp_path / "one", tmp_path / "other"
-    with ThreadPoolExecutor(2) as pool:
-        calls = [pool.submit(run_ranks, meet, 2, *paths) for paths in ((one, other), (other, one))]
-        assert [call.result() for call in calls] == [[True, True]] * 2
 
 
 @pytest.mark.parametrize(("met", "meant"), [(False, "again"), (True, "told")])
