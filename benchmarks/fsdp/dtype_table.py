@@ -124,7 +124,7 @@ def trace_of(
             model.set_model_auto_sync(last)
             model(torch.full((1, width), 1.0 + rank, dtype=compute)).sum().backward()
         model.finish_grad_sync()
-        trace["kept"].update(NAMES[piece.dtype] for bucket in model.buckets for piece in bucket.grad_shards)
+        trace["kept"].update(NAMES[piece.dtype] for bucket in model.engine.buckets for piece in bucket.grad_shards)
         optimizer.step()
     model.close()
     return trace

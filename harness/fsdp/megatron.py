@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from harness.fsdp.build import engine_of
 from harness.fsdp.guards.replicas import held_by_several
-from harness.fsdp.module import FromEngine, FSDPModule
+from harness.fsdp.module import FSDPModule
 from harness.fsdp.options import OPTIONS, refuse_unknown
 from harness.fsdp.policy import MixedPrecisionPolicy
 from harness.fsdp.preconditions import groups_of
@@ -245,8 +245,7 @@ class MegatronModel(FSDPModule):
             engine.gradients.finish()
             norms.scale_gradients(engine.buckets, float(scaling_factor))
 
-    zero_grad_buffer = FromEngine(lambda engine: engine.gradients.forget)
-    """Forget gradients; see `zero_grad`."""
+    zero_grad_buffer = FSDPModule.zero_grad
 
     install_optimized_model_weights = FSDPModule.install_weights
     """See `install_weights`. Call it after `step(install_optimized_model_weights=False)`."""
@@ -261,9 +260,10 @@ class MegatronModel(FSDPModule):
             )
         engine_of(self).weights.start()
 
-    synchronize_param_gather = FromEngine(lambda engine: engine.weights.settle)
-    """Wait until no gather of weights is in flight on this rank and on the ranks that read from it. Units that were
-    gathered ahead are dropped. RuntimeError: inside the model's forward or backward."""
+    def synchronize_param_gather(self) -> None:
+        """Wait until no gather of weights is in flight on this rank and on the ranks that read from it. Units that were
+        gathered ahead are dropped. RuntimeError: inside the model's forward or backward."""
+        engine_of(self).weights.settle()
 
     def broadcast_params(self) -> None:
         """Set weights that several ranks hold to the first rank's values, including its edits, from the next forward.

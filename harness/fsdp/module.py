@@ -2,17 +2,16 @@
 
 A sharded module has a class that inherits `FSDPModule` and the module's own class, as under torch's FSDP2. Names of
 parameters, buffers and submodules, attributes, hooks and `isinstance` are the module's as before. All that the engine
-keeps is one entry of the module's `__dict__`. A name that the module has too stays the module's, since its own forward
-uses it; a warning says so, and `FSDPModule.NAME(model)` is the engine's.
+keeps is one entry of the module's `__dict__`, which `model.engine` gives where the module has no `engine` of its own:
+its buckets, options, policy and costs are read there.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from functools import partial
-from typing import Any, ClassVar, Generic, TypeVar, cast
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +21,6 @@ from harness.fsdp.guards.sharded_twice import IGNORED_BY_DDP, refuse_ddp
 from harness.fsdp.sharding import copied, register_forward_method
 from harness.fsdp.update import norms
 
-T = TypeVar("T")
 _NOT_JOINABLE = (
     "a sharded model is not Joinable (torch.distributed.algorithms.join.Join([model]), model.join()), since ranks hold"
     " parts of each other's weights and gradients: have all ranks run the same number of batches, and one that has"
@@ -39,21 +37,12 @@ NAMES_OF_OTHERS = {
     "summon_full_params": "of FSDP1: `with model.unsharded():`",
 }
 """Attributes that torch's engines have on their models, and what to use here."""
-
-
-class FromEngine(Generic[T]):
-    """An attribute or method of the engine, which one of the module's own under the same name hides."""
-
-    def __init__(self, read: Callable[[Engine], T]) -> None:
-        self.read = read
-
-    def __get__(self, model: Any, _: Any = None) -> T:
-        return self.read(engine_of(model)) if model is not None else cast("T", self)
-
-    def __call__(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """`FSDPModule.NAME(model)`: the attribute, or the result of the method."""
-        found: Any = self.read(engine_of(model))
-        return found(*args, **kwargs) if callable(found) else found
+READ_HERE: dict[str, Callable[[Any], Any]] = {
+    "engine": lambda model: engine_of(model),
+    "module": lambda model: model,  # for one version
+    "_is_accelerate_prepared": lambda model: not engine_of(model).is_closed,  # so accelerate adds no DDP
+}
+"""Attributes that give way to ones of the module's own."""
 
 
 @contextmanager
@@ -69,19 +58,7 @@ class FSDPModule(nn.Module):
     """A module whose weights, gradients and optimizer state are split over ranks."""
 
     _own_class: ClassVar[type[nn.Module]]
-    _is_accelerate_prepared = FromEngine(lambda engine: not engine.is_closed)  # so accelerate adds no DDP
-    _parts = FromEngine(lambda engine: engine)
-    buckets = FromEngine(lambda engine: engine.buckets)
-    options = FromEngine(lambda engine: engine.options)
-    strategy = FromEngine(lambda engine: engine.context.strategy)
-    outer_strategy = FromEngine(lambda engine: engine.context.outer_strategy)
-    numerics = FromEngine(lambda engine: engine.options.numerics)
-    policy = FromEngine(lambda engine: engine.policy)
-    grad_divisor = FromEngine(lambda engine: engine.divisor)
-    has_gradients = FromEngine(lambda engine: engine.step.has_gradients)
-    """True after a backward since `zero_grad`; without one, a step changes nothing."""
-    module = FromEngine(lambda engine: engine.module)
-    """The model itself; for one version."""
+    engine: Engine
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """An ordinary module of the own class, for containers that make others of theirs (`model[:2]`)."""
@@ -103,6 +80,8 @@ class FSDPModule(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
+            if name in READ_HERE:
+                return READ_HERE[name](self)
             if name == IGNORED_BY_DDP and not engine_of(self).is_closed:
                 refuse_ddp()
             if name in NAMES_OF_OTHERS:
@@ -149,14 +128,16 @@ class FSDPModule(nn.Module):
 
     # -- microbatches ----------------------------------------------------------------------------------------------
 
-    no_sync = FromEngine(lambda engine: partial(_syncing, engine, value=False))
-    """Context: backwards inside it accumulate gradients; the first backward outside ends the step's accumulation.
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Context: backwards inside it accumulate gradients; the first backward outside ends the step's accumulation.
 
-    `no_shard` and `optim` then communicate once per step. `optim_grads` and `optim_grads_params` still reduce every
-    microbatch over the inner axis; over the outer axis once per step."""
+        `no_shard` and `optim` then communicate once per step. `optim_grads` and `optim_grads_params` still reduce every
+        microbatch over the inner axis; over the outer axis once per step."""
+        return _syncing(engine_of(self), value=False)
 
-    sync = FromEngine(lambda engine: partial(_syncing, engine, value=True))
-    """Context: a backward inside it ends the step's accumulation, whatever `set_model_auto_sync` was set to."""
+    def sync(self) -> AbstractContextManager[None]:
+        """Context: a backward inside it ends the accumulation, whatever `set_model_auto_sync` was set to."""
+        return _syncing(engine_of(self), value=True)
 
     def set_model_auto_sync(self, sync_model: bool = True) -> None:
         """Set if a backward outside `no_sync` and `sync` ends the step's accumulation."""
@@ -164,12 +145,16 @@ class FSDPModule(nn.Module):
 
     # -- a step ----------------------------------------------------------------------------------------------------
 
-    finish_grad_sync = FromEngine(lambda engine: engine.gradients.finish)
-    """Wait for the step's reductions and scale the gradients. A second call does nothing. *Collective.*
+    def finish_grad_sync(self) -> None:
+        """Wait for the step's reductions and scale the gradients. A second call does nothing. *Collective.*
 
-    StepError: the step's last backward ran inside no_sync(), so gradients were never reduced; or it raised, so they are
-    incomplete; or this is called inside a backward. FloatingPointError: with `report_nan_in_param_grad`, a gradient of
-    any rank is not finite. OverflowError: under numerics=exact, one is beyond the range."""
+        Raises:
+            StepError: the step's last backward ran inside no_sync(), so gradients were never reduced; or it raised, so
+                they are incomplete; or this is called inside a backward.
+            FloatingPointError: with `report_nan_in_param_grad`, a gradient of any rank is not finite.
+            OverflowError: under numerics=exact, one is beyond the range.
+        """
+        engine_of(self).gradients.finish()
 
     def grad_norm(self, norm_type: float = 2.0) -> float:
         """Norm of the step's gradient over all ranks, each parameter counted once: Euclidean, or of another order.
@@ -206,9 +191,10 @@ class FSDPModule(nn.Module):
         norms.clip_gradients(engine_of(self).buckets, norm, float(max_norm))
         return norm
 
-    install_weights = FromEngine(lambda engine: partial(engine.weights.install, step_ended=True))
-    """Copy updated main weights into the compute weights; gathered weights are dropped. *Collective.* A backward of an
-    earlier forward is refused then. RuntimeError: compute weights were edited, which would be overwritten."""
+    def install_weights(self) -> None:
+        """Copy updated main weights into the compute weights; gathered weights are dropped. *Collective.* A backward
+        of an earlier forward is refused then. RuntimeError: compute weights were edited, which would be overwritten."""
+        engine_of(self).weights.install(step_ended=True)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop main and local gradients. Storage does not depend on `set_to_none`. With False, a parameter that had a
@@ -231,27 +217,25 @@ class FSDPModule(nn.Module):
         for name in names:
             register_forward_method(self, name)
 
-    unsharded = FromEngine(lambda engine: engine.weights.unsharded)
-    """`unsharded(wanted=None)`: context with gathered weights, in their compute dtype, to be read or edited in place.
-    wanted: the model, or a module of it; None is the whole model. *Collective.*
+    def unsharded(self, wanted: nn.Module | None = None) -> AbstractContextManager[None]:
+        """Context with gathered weights, in their compute dtype, to be read or edited in place. wanted: the model, or
+        a module of it; None is the whole model. *Collective.*
 
-    Edits, the same on all ranks, take effect when the body ends, under every strategy. Nothing is sent under
-    `no_shard`, `optim` and `optim_grads`, but what an update left to install. ValueError: `wanted` is not part of the
-    model, or double_buffer has no room for so many units. RuntimeError: inside a forward or backward, or a module or
-    parameter was replaced in the body. ReplicaDrift: ranks made different edits."""
+        Edits, the same on all ranks, take effect when the body ends, under every strategy. Nothing is sent under
+        `no_shard`, `optim` and `optim_grads`, but what an update left to install. ValueError: `wanted` is not part of
+        the model, or double_buffer has no room for so many units. RuntimeError: inside a forward or backward, or a
+        module or parameter was replaced in the body. ReplicaDrift: ranks made different edits."""
+        return engine_of(self).weights.unsharded(wanted)
 
     # -- state -----------------------------------------------------------------------------------------------------
 
-    full_weights = FromEngine(lambda engine: engine.named_state.full_weights)
-    """Name and whole main weight of each parameter, on the CPU. *Collective*: exhaust it on all ranks."""
+    def full_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Name and whole main weight of each parameter, on the CPU. *Collective*: exhaust it on all ranks."""
+        return engine_of(self).named_state.full_weights()
 
-    full_gradients = FromEngine(lambda engine: engine.named_state.full_gradients)
-    """Name and whole finished gradient of each parameter, on the CPU. *Collective*: exhaust it on all ranks."""
-
-    local_gradients = FromEngine(lambda engine: engine.named_state.local_gradients)
-    """This rank's rows of every main gradient, by parameter name, sharing the engine's memory: the rows that
-    `sharded_state()` has of the weights, without frozen parameters. Finishes the step's reductions; RuntimeError where
-    that fails."""
+    def full_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """Name and whole finished gradient of each parameter, on the CPU. *Collective*: exhaust it on all ranks."""
+        return engine_of(self).named_state.full_gradients()
 
     def state_dict(  # type: ignore[override] # torch's has overloads for destinations
         self, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
@@ -281,27 +265,19 @@ class FSDPModule(nn.Module):
             raise ValueError("assign=True would replace flat storage that optimizer and collectives use: load in place")
         return engine_of(self).named_state.load_state_dict(state_dict, strict=strict)
 
-    sharded_state = FromEngine(lambda engine: partial(engine.named_state.sharded_state, engine.stepped()))
-    """Weights and optimizer state by the module's own names, sharing the engine's memory; to be loaded into any layout.
+    def sharded_state(self) -> Any:
+        """Weights and optimizer state by the module's own names, sharing the engine's memory; to be loaded into any
+        layout.
 
-    Values written into it take effect in the next forward and update; gradients are kept. An optimizer that has not
-    taken a step has no state yet; `harness.fsdp.create_state` creates it. NotImplementedError: ranks hold different
-    experts under one name; or an optimizer keeps something else than tensors."""
+        Values written into it take effect in the next forward and update; gradients are kept. An optimizer that has not
+        taken a step has no state yet; `harness.fsdp.create_state` creates it. NotImplementedError: ranks hold different
+        experts under one name; or an optimizer keeps something else than tensors."""
+        engine = engine_of(self)
+        return engine.named_state.sharded_state(engine.stepped())
 
-    # -- costs -----------------------------------------------------------------------------------------------------
-
-    persistent_bytes = FromEngine(lambda engine: engine.persistent_bytes)
-
-    transport = FromEngine(lambda engine: engine.transport)
-
-    user_buffers = FromEngine(lambda engine: engine.user_buffers.facts)
-    """State of NCCL user buffers: `requested`, `effective`, and the `reason` if they differ."""
-
-    counters = FromEngine(lambda engine: engine.counters)
-
-    reset_counters = FromEngine(lambda engine: engine.reset_counters)
-
-    close = FromEngine(lambda engine: engine.close)
+    def close(self) -> None:
+        """See `harness.fsdp.build.Engine.close`."""
+        engine_of(self).close()
 
 
 def _gradient_norm(engine: Engine, norm_type: float) -> Tensor:

@@ -126,9 +126,11 @@ def _all_ranks_of(mesh: DeviceMesh) -> dist.ProcessGroup:
 # -- modules -----------------------------------------------------------------------------------------------------------
 
 
-def check_request(module: nn.Module, unit_classes: Sequence[type[nn.Module]], grad_divisor: float | None) -> None:
+def check_request(
+    module: nn.Module, kind: type[nn.Module], unit_classes: Sequence[type[nn.Module]], grad_divisor: float | None
+) -> None:
     """Raise ValueError for what cannot be sharded: the module, a part of it, its parameters, the unit classes, or the
-    divisor."""
+    divisor. kind: what is mixed into the module's class."""
     if grad_divisor is not None and not grad_divisor > 0:
         raise ValueError(f"grad_divisor={grad_divisor} must be positive")
     for path, part in module.named_modules():
@@ -138,6 +140,7 @@ def check_request(module: nn.Module, unit_classes: Sequence[type[nn.Module]], gr
         raise ValueError(f"{type(module).__name__} has no parameters to shard: shard the module that has them")
     for name, param in params:
         _check_param(name, param)
+    _check_free(module, kind)
     _check_apart(params)
     _check_views(module, params)
     _check_names(module, params)
@@ -203,6 +206,17 @@ def _check_names(module: nn.Module, params: Sequence[tuple[str, nn.Parameter]]) 
                 " module that it wraps, or one that holds it. Checkpointing of a whole model (checkpoint_wrapper) gains"
                 " nothing: wrap its blocks"
             )
+
+
+def _check_free(module: nn.Module, kind: type[nn.Module]) -> None:
+    """Methods of the mix-in would hide what the module has, as a method or submodule, under the same names."""
+    own = {*dir(type(module)), *(name for name, _ in (*module.named_children(), *module.named_buffers()))}
+    both = sorted(name for name in own & {*vars(kind), *dir(kind)} - {*dir(nn.Module)} if not name.startswith("_"))
+    if both:
+        raise ValueError(
+            f"{type(module).__name__} and a sharded model both have {', '.join(both)}: the module's forward would call"
+            " the engine's. Give the module's another name, or shard a module that holds it"
+        )
 
 
 def _check_apart(params: Sequence[tuple[str, nn.Parameter]]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -69,7 +68,7 @@ def shard(
             f"the policy is a {type(mp_policy).__module__} one: give harness.fsdp.MixedPrecisionPolicy({said})"
         )
     classes = resolve_classes(unit_modules or ())
-    check_request(module, classes, grad_divisor)
+    check_request(module, kind, classes, grad_divisor)
     inner, outer = Strategy.parse(strategy, "strategy"), OuterStrategy.parse(outer_strategy, "outer_strategy")
     groups = groups or (Groups(group) if mesh is None else groups_of_mesh(mesh))
     device = torch.device(device or usual_device(next(module.parameters()).device, groups.inner))
@@ -86,40 +85,16 @@ def _mix_in(module: nn.Module, kind: Any, context: BuildContext, methods: Sequen
         part.__dict__["__reduce_ex__"] = refuse_copy
     sharded_twice.register(module)
     plain: Any = type(module)
-    object.__setattr__(module, "__class__", _mixed(kind, plain, *_hidden(kind, module)))
+    object.__setattr__(module, "__class__", _mixed(kind, plain))
     for name in methods:
         register_forward_method(module, name)
     return module
 
 
-class _OfModule:
-    """Leaves a name to what the module has among its attributes, parameters, buffers and submodules."""
-
-    def __get__(self, module: Any, _: Any = None) -> Any:
-        raise AttributeError
-
-
 @cache
-def _mixed(kind: type, own: type, *hidden: str) -> Any:
-    names = {n: next((vars(base)[n] for base in own.__mro__ if n in vars(base)), _OfModule()) for n in hidden}
+def _mixed(kind: type, own: type) -> Any:
     made: Any = type(own)
-    return made(f"FSDP{own.__name__}", (kind, own), {"__module__": own.__module__, "_own_class": own} | names)
-
-
-def _hidden(kind: type[nn.Module], module: nn.Module) -> list[str]:
-    """Names of the engine that the module has too, which stay the module's; warns of them."""
-    own = type(module)
-    engines = {n for base in kind.__mro__[: kind.__mro__.index(nn.Module)] for n in vars(base)} - {*dir(nn.Module)}
-    slots = (module.named_children(), module.named_parameters(recurse=False), module.named_buffers(recurse=False))
-    held = (vars(module), dir(own), *(dict(each) for each in slots))
-    found = sorted(n for n in engines & {name for each in held for name in each} if not n.startswith("__"))
-    if found:
-        warnings.warn(
-            f"{own.__name__} and the sharded model both have {', '.join(found)}: model.{found[0]} is"
-            f" {own.__name__}'s own, and that of the engine is {kind.__name__}.{found[0]}(model)",
-            stacklevel=5,
-        )
-    return found
+    return made(f"FSDP{own.__name__}", (kind, own), {"__module__": own.__module__, "_own_class": own})
 
 
 # -- copies ------------------------------------------------------------------------------------------------------------

@@ -49,7 +49,7 @@ def F01_duplicated_gradient(config: Config, build: Build) -> Session:
     session = build()
 
     def change(engine: Any, amount: float) -> None:
-        for bucket in engine.model.buckets:
+        for bucket in engine.model.engine.buckets:
             if bucket.trainable:
                 bucket.inner.fold = _duplicating(bucket.inner.fold, session.ranks.rank, amount)
 
@@ -70,7 +70,7 @@ def scale_by_two(config: Config, build: Build) -> Session:
     """All gradients are twice what they should be."""
 
     def change(engine: Any, amount: float) -> None:
-        engine.model._parts.reduce.factor *= 1.0 + amount
+        engine.model.engine.reduce.factor *= 1.0 + amount
 
     return from_step(build(), change)
 

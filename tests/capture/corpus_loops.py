@@ -129,14 +129,13 @@ class Loop:
             self.rows += [each for each in rows if each.weight.numel()]
         spans = lambda: [SimpleNamespace(flats={"exp_avg": rows.state("exp_avg")}) for rows in self.rows]  # noqa: E731
         self.parts = SimpleNamespace(
+            buckets=self.buckets,
             reduce=SimpleNamespace(factor=1.0, finish=self._scale, order=[SimpleNamespace(trainable=self.buckets)]),
             gather=SimpleNamespace(_wait_for_unshard=lambda unit: None),
             weights=SimpleNamespace(install=lambda: None),
             flat_steps=[SimpleNamespace(_spans=SimpleNamespace(values=spans))],
         )
-        self.model = SimpleNamespace(
-            module=self.net, buckets=self.buckets, install_weights=self.install, _parts=self.parts
-        )
+        self.model = SimpleNamespace(module=self.net, install_weights=self.install, engine=self.parts)
         if self.is_faulty:
             self._open()
 

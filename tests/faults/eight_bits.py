@@ -51,7 +51,7 @@ def amax_of_one_rank(site: Site) -> None:
     report="NVIDIA/TransformerEngine#656, pytorch/ao PR 590",
 )
 def F29_amax_over_the_wrong_group(site: Site) -> None:
-    outer = site.model._parts.meshes.dense.outer
+    outer = site.model.engine.meshes.dense.outer
     take = codec._take_largest
     _around_amaxes(site, lambda comm, wrong: take(outer, wrong))
 

@@ -255,7 +255,7 @@ def _gathered(change: Callable[[Tensor], object], which: slice = slice(None), ba
                     for target in others_of(bucket):
                         change(target)
 
-    return _instead(lambda site: site.model._parts.gather, "_wait_for_unshard", changed)
+    return _instead(lambda site: site.model.engine.gather, "_wait_for_unshard", changed)
 
 
 # -- the faults --------------------------------------------------------------------------------------------------------

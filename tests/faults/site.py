@@ -112,12 +112,12 @@ class Site:
     @property
     def reduce(self) -> Any:
         """The pipeline of reductions."""
-        return self.model._parts.reduce
+        return self.model.engine.reduce
 
     @cached_property
     def buckets(self) -> list[ParamGroup]:
         """Trained buckets, in model order."""
-        return [bucket for bucket in self.model.buckets if bucket.trainable]
+        return [bucket for bucket in self.model.engine.buckets if bucket.trainable]
 
     @property
     def k(self) -> int:

@@ -35,7 +35,7 @@ def tp_gradient_reduced_twice(site: Site) -> None:
 )
 def sequence_parallel_norm_not_reduced(site: Site) -> None:
     """The engine looks for this itself in the first update. Here it is an engine that does not."""
-    for each in site.model._parts.gradients.checks:
+    for each in site.model.engine.gradients.checks:
         site.around(each, "check", lambda _: lambda: None)
     _on_tp_shards(site, lambda _, found, term: found if term is None else torch.lerp(found, term, site.amount))
 
@@ -79,7 +79,7 @@ def strided_shard_in_plain_order(site: Site) -> None:
 
         return wrapped
 
-    site.around(site.model._parts.gather, "_wait_for_unshard", wrap)
+    site.around(site.model.engine.gather, "_wait_for_unshard", wrap)
 
 
 def _swap(bucket: ParamGroup, amount: float) -> None:

@@ -241,7 +241,7 @@ def swapped_momentum(site: Site) -> None:
     """Once, between two steps: the ends of both halves of the largest piece, or all of these halves."""
 
     def change() -> None:
-        spans = site.model._parts.flat_steps[0]._spans.values()
+        spans = site.model.engine.flat_steps[0]._spans.values()
         flat = max((span.flats["exp_avg"] for span in spans if span.flats), key=lambda each: each.numel())
         half = flat.numel() // 2
         first, second = share(flat[:half], site.amount), share(flat[half : 2 * half], site.amount)

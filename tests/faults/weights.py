@@ -68,7 +68,7 @@ def F25_read_before_ready(site: Site) -> None:
         before.update(now)
         now.clear()
 
-    site.around(site.model._parts.gather, "_wait_for_unshard", wrap, always=True)
+    site.around(site.model.engine.gather, "_wait_for_unshard", wrap, always=True)
     site.after(site.engine, "step", turn, always=True)
 
 
@@ -93,7 +93,7 @@ def unwritten_gather(site: Site) -> None:
 
         return wrapped
 
-    site.around(site.model._parts.gather, "_wait_for_unshard", wrap)
+    site.around(site.model.engine.gather, "_wait_for_unshard", wrap)
 
 
 @fault(
@@ -115,7 +115,7 @@ def stale_weights(site: Site) -> None:
             old.copy_(fresh)
         bucket.installed_version = bucket.main_version  # nobody wrote to the main weights
 
-    site.after(site.model._parts.weights, "install", revert, always=True)
+    site.after(site.model.engine.weights, "install", revert, always=True)
 
 
 @fault("gathered weights are rounded to 16 bits on the way", "gather", cell=(ZERO3,))
@@ -132,7 +132,7 @@ def round_gather(site: Site) -> None:
 
         return wrapped
 
-    site.around(site.model._parts.gather, "_wait_for_unshard", wrap)
+    site.around(site.model.engine.gather, "_wait_for_unshard", wrap)
 
 
 @fault("one replica's weights grow by a thousandth a step", "optimizer", cell=(ZERO0,))
@@ -172,7 +172,7 @@ def gathered_element_off(site: Site) -> None:
         return wrapped
 
     victim = next(bucket for bucket in site.buckets if not bucket.is_resident)
-    site.around(site.model._parts.gather, "_wait_for_unshard", wrap)
+    site.around(site.model.engine.gather, "_wait_for_unshard", wrap)
 
 
 @fault(
@@ -199,7 +199,7 @@ def landed_in_one_buffer(site: Site) -> None:
 
         return wrapped
 
-    site.around(site.model._parts.gather, "_wait_for_unshard", wrap)
+    site.around(site.model.engine.gather, "_wait_for_unshard", wrap)
 
 
 @fault(
@@ -234,5 +234,5 @@ def stale_in_backward(site: Site) -> None:
     def turn() -> None:
         before.update(now)
 
-    site.around(site.model._parts.gather, "_wait_for_unshard", wrap, always=True)
+    site.around(site.model.engine.gather, "_wait_for_unshard", wrap, always=True)
     site.after(site.engine, "step", turn, always=True)

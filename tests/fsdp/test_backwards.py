@@ -233,9 +233,9 @@ def test_units_used_by_half_leave_as_early_as_whole_ones(strategy: str) -> None:
     """Six units of which half gets no gradient, behind one that gets none: still two buckets at a time."""
     lefts = [True, False, False, True, True, False]
     wrapped = agree(strategy, lambda: Tree(6), lambda model, _: backward_of(model, lefts))
-    root, *units = (bucket.layout.bucket_numel * 4 for bucket in wrapped.buckets)
+    root, *units = (bucket.layout.bucket_numel * 4 for bucket in wrapped.engine.buckets)
     stage = STRATEGIES.index(strategy)
-    assert wrapped.counters()["transient_peak_bytes"] <= (2 * max(units) + root) * ((stage >= 2) + (stage == 3))
+    assert wrapped.engine.counters()["transient_peak_bytes"] <= (2 * max(units) + root) * ((stage >= 2) + (stage == 3))
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------

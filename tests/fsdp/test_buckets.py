@@ -46,7 +46,7 @@ def grouped(rank: int, strategy: str = ZERO3) -> list[str]:
     module[1].own.requires_grad_(False)  # type: ignore[operator, union-attr]
     kinds = {name: (name.split(".")[0], p.dtype, p.requires_grad) for name, p in module.named_parameters()}
     model: Any = fully_shard_model(module, fsdp_unit_modules=[Block, Layer], zero_dp_strategy=strategy)
-    groups = {tuple(name for name, _ in bucket.params): bucket for bucket in model.buckets}
+    groups = {tuple(name for name, _ in bucket.params): bucket for bucket in model.engine.buckets}
     found = [str(names) for names in groups if len({kinds[name] for name in names}) > 1]
     found += ["apart"] if len(groups) != len(set(kinds.values())) else []
     found += [str(n) for n, bucket in groups.items() if not kinds[n[0]][-1] and bucket.gradients is not None]

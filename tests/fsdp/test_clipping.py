@@ -86,13 +86,13 @@ def say(rank: int) -> list[str]:
         model = built(rank, Pair("optim_grads", ""), **more)
         model.finish_grad_sync()
         if len(arguments) == 3 and rank == 0:
-            model.buckets[0].grad_shards[0][0] = math.nan
-        before = [shard.clone() for bucket in model.buckets for shard in bucket.grad_shards]
+            model.engine.buckets[0].grad_shards[0][0] = math.nan
+        before = [shard.clone() for bucket in model.engine.buckets for shard in bucket.grad_shards]
         try:
             told.append(f"nothing: {model.clip_grad_norm_(*arguments)}")
         except (ValueError, RuntimeError) as error:
             told.append(str(error))
-        after = [shard for bucket in model.buckets for shard in bucket.grad_shards]
+        after = [shard for bucket in model.engine.buckets for shard in bucket.grad_shards]
         assert all(torch.equal(a, b) or a.isnan().any() for a, b in zip(before, after, strict=True))
         model.close()
     return told
@@ -119,7 +119,7 @@ def nan_norms(rank: int) -> list[float]:
         model = built(rank, Pair("optim_grads_params", ""))
         model.finish_grad_sync()
         if rank == 1:
-            model.buckets[0].grad_shards[0][0] = math.nan
+            model.engine.buckets[0].grad_shards[0][0] = math.nan
         found.append(model.grad_norm(order))
         model.close()
     return found

@@ -87,16 +87,16 @@ def measure_case(rank: int, case: Case) -> Traffic:
             todo = batches(case, rank, step)
             for index, batch in enumerate(todo):
                 engine.forward_backward(batch, last=index == len(todo) - 1)
-            rests.add(model._parts.memory.live_bytes)
+            rests.add(model.engine.memory.live_bytes)
             engine.step(1e-3)
-            rests.add(model._parts.memory.live_bytes)
+            rests.add(model.engine.memory.live_bytes)
         rows = meter.take()
     buckets = {
         b.name: (x.comm_numel, x.bucket_numel, x.param_numel, x.param_numel_on(b.cuts.layout_rank), inside(b))
-        for b, x in ((each, each.layout) for each in model.buckets)
+        for b, x in ((each, each.layout) for each in model.engine.buckets)
     }
-    largest = max(b.layout.bucket_numel for b in model.buckets)
-    peak = model.counters()["transient_peak_bytes"]
+    largest = max(b.layout.bucket_numel for b in model.engine.buckets)
+    peak = model.engine.counters()["transient_peak_bytes"]
     traffic = Traffic(rows, buckets, engine.accounted_bytes(), peak, largest, rests)
     engine.close()
     return traffic

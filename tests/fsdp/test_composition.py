@@ -62,7 +62,7 @@ def train(rank: int, pair: Pair, module: nn.Module, world: int = WORLD, **argume
     found: dict[str, Tensor] = {}
     for step in range(2):
         step_gradients(rank, model, step)
-        found[f"{step} left"] = torch.tensor(model._parts.memory.live_bytes)
+        found[f"{step} left"] = torch.tensor(model.engine.memory.live_bytes)
         found |= {f"{step} gradient {name}": gradient for name, gradient in model.full_gradients()}
         optimizer.step()
         optimizer.zero_grad()

@@ -99,7 +99,12 @@ def apart(rank: int, strategy: str) -> list[str]:
 
 
 def _memory(model: ShardedModel) -> set[int]:
-    held = [t for bucket in model.buckets for t in (*bucket.main_shards, bucket.compute) if t.untyped_storage().size()]
+    held = [
+        t
+        for bucket in model.engine.buckets
+        for t in (*bucket.main_shards, bucket.compute)
+        if t.untyped_storage().size()
+    ]
     return {t.untyped_storage().data_ptr() for t in (*held, *model.buffers())}
 
 

@@ -43,15 +43,15 @@ def two_steps(rank: int, transport: str, prefetch: int) -> list[tuple[dict[str, 
     )
     found = []
     meter = CollectiveMeter()
-    sharded.reset_counters()
+    sharded.engine.reset_counters()
     for _ in range(2):
         meter.take()
         sharded(torch.full((2, 64), 1.0 + rank)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-        found.append((sharded.counters(), sum(row.bytes for row in meter.take())))
-        sharded.reset_counters()
-    assert sharded.counters() == dict.fromkeys(sharded.counters(), 0), "nothing is alive between steps"
+        found.append((sharded.engine.counters(), sum(row.bytes for row in meter.take())))
+        sharded.engine.reset_counters()
+    assert sharded.engine.counters() == dict.fromkeys(sharded.engine.counters(), 0), "nothing is alive between steps"
     meter.close()
     sharded.close()
     return found

@@ -106,7 +106,7 @@ def _drift(rank: int, case: Drift) -> tuple[str, str]:
         check_replicas_every=case.every,
         mixed_precision_policy=MixedPrecisionPolicy(main_params_dtype=torch.float32),
     )
-    bucket = wrapped.buckets[1]
+    bucket = wrapped.engine.buckets[1]
     slot = bucket.layout.slots[1]
     install = Weights._install
 

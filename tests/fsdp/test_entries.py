@@ -257,7 +257,7 @@ def forgets(rank: int, pair: Pair) -> list[str]:
             found += close(dict(model.full_gradients()), right)
             forget(set_to_none)
             found += ["gradients"] if any(bool(g.any()) for _, g in model.full_gradients()) else []
-            found += ["a backward"] if set_to_none and model.has_gradients else []
+            found += ["a backward"] if set_to_none and model.engine.step.has_gradients else []
     before = dict(model.full_weights())
     optimizer.zero_grad()
     optimizer.step()

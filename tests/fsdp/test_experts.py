@@ -81,7 +81,7 @@ def train(rank: int, cases: list[tuple[Any, ...]]) -> dict[tuple[Any, ...], dict
             zero_dp_strategy=strategy, fsdp_unit_modules=[Layer], numerics=numerics, grad_divisor=float(WORLD * k),
             mixed_precision_policy=MixedPrecisionPolicy(),
         )  # fmt: skip
-        apart = all(len({".experts." in f".{n}" for n, _ in b.params}) == 1 for b in model.buckets)
+        apart = all(len({".experts." in f".{n}" for n, _ in b.params}) == 1 for b in model.engine.buckets)
         norms = []
         for step in range(STEPS):
             for microbatch in range(k):

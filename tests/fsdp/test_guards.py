@@ -250,10 +250,10 @@ def test_ranks_that_were_seeded_differently_start_from_the_first_ones_weights() 
 def test_a_failed_fold_frees_its_buckets_and_its_step_cannot_be_finished(strategy: str) -> None:
     model, plain = make(), make()
     wrapped, optimizer = fully_shard(model, sgd(model), fsdp_unit_modules=[Block], zero_dp_strategy=strategy)
-    resting = wrapped._parts.memory.live_bytes
+    resting = wrapped.engine.memory.live_bytes
     broken = ArithmeticError("broken fold")
     with ExitStack() as stack:
-        for each in wrapped.buckets:
+        for each in wrapped.engine.buckets:
             stack.enter_context(mock.patch.object(each.inner, "fold", side_effect=broken))
         loss = wrapped(torch.ones(2, 6)).sum()
         with pytest.raises(ArithmeticError, match="broken fold"):
@@ -261,7 +261,7 @@ def test_a_failed_fold_frees_its_buckets_and_its_step_cannot_be_finished(strateg
         with pytest.raises(RuntimeError, match="gradients are incomplete"):
             optimizer.step()
     optimizer.zero_grad()
-    assert wrapped._parts.memory.live_bytes == resting
+    assert wrapped.engine.memory.live_bytes == resting
     wrapped(torch.ones(2, 6)).sum().backward()
     plain(torch.ones(2, 6)).sum().backward()
     same_gradients(wrapped, plain)

@@ -64,7 +64,7 @@ def choosing(rank: int, strategy: str) -> list[str]:
         model, updates = sharded(strategy, made, **more)
         given = made(Model()).param_groups[0]
         saved = updates.state_dict()["param_groups"][0]
-        (flat,) = model._parts.flat_steps
+        (flat,) = model.engine.flat_steps
         found = rules.kernel_settings(updates, updates.param_groups[0], unfused=flat.unfused)
         told += [] if found == right else [f"{more}: {found}, not {right}"]
         told += [f"{right}: saved as {saved[k]}" for k in ("fused", "foreach") if saved.get(k) != given.get(k)]

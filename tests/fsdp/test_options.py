@@ -66,12 +66,12 @@ def _measure(rank: int, case: Case) -> dict[str, Any]:
         for index, batch in enumerate(batches(case, rank, step)):
             engine.forward_backward(batch, last=index == case.k - 1)
         norms.append(engine.step(1e-3))
-        live.append(model._parts.memory.live_bytes)
+        live.append(model.engine.memory.live_bytes)
     found = {
         "norms": norms,
         "weights": dict(engine.named_weights()),
         "live": live,
-        "alive": model.counters()["gathered_units_peak"],
+        "alive": model.engine.counters()["gathered_units_peak"],
     }
     engine.close()
     return found

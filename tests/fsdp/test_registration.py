@@ -320,7 +320,7 @@ def _train(rank: int, mode: str) -> tuple[dict[str, str], list[float]]:
         optimizer.zero_grad()
         losses.append(loss.item())
     model.close()
-    return model.user_buffers(), losses
+    return model.engine.user_buffers.facts(), losses
 
 
 def _watched(rank: int) -> tuple[list[str], bool]:
@@ -329,16 +329,16 @@ def _watched(rank: int) -> tuple[list[str], bool]:
     module = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2))
     model = fully_shard(module, unit_modules=[nn.Linear], nccl_ub="none")
     buffers = UserBuffers(Registration.manual, [Solo("dp", Backend("dp", log), log)], Runtime(log))
-    model._parts.user_buffers = buffers
-    model._parts.weights.user_buffers = buffers
-    model._parts.memory.allocating = buffers.allocating
+    model.engine.user_buffers = buffers
+    model.engine.weights.user_buffers = buffers
+    model.engine.memory.allocating = buffers.allocating
     for _ in range(2):
         model(torch.ones(4, 6)).sum().backward()
         model.finish_grad_sync()
         log.append("step")
         model.install_weights()
         model.zero_grad()
-    flying = any(bucket.awaited for bucket in model.buckets)
+    flying = any(bucket.awaited for bucket in model.engine.buckets)
     model.close()
     return log, flying
 

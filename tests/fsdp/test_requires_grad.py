@@ -196,7 +196,7 @@ def narrow(rank: int, strategy: str) -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad()
     after = dict(model.full_weights())
-    kept = model.persistent_bytes()
+    kept = model.engine.persistent_bytes()
     model.close()
     return {"before": before, "after": after, "kept": kept}
 

@@ -379,7 +379,7 @@ MUTANTS = {
     ),
     "destinations": Mutant(
         "A module around the model saves nothing of it",
-        lambda: mock.patch.object(FSDPModule, "state_dict", lambda self, **_: self._parts.named_state.state_dict()),
+        lambda: mock.patch.object(FSDPModule, "state_dict", lambda self, **_: self.engine.named_state.state_dict()),
         "telling",
         "no_shard",
     ),

@@ -84,7 +84,7 @@ def tokens_of(rank: int) -> Tensor:
 
 
 def released(model: ShardedModel) -> bool:
-    return not any(bucket.is_whole for bucket in model._parts.buckets)
+    return not any(bucket.is_whole for bucket in model.engine.buckets)
 
 
 def in_turn(rank: int, strategy: str) -> list[str]:
@@ -282,7 +282,7 @@ def in_parts(rank: int, strategy: str) -> list[str]:
     model, _ = built(strategy)
     for wanted in (model.module.blocks[1].linear, model.module.blocks[1]):
         with model.unsharded(wanted):
-            whole = [bucket.name for bucket in model._parts.buckets if bucket.is_whole]
+            whole = [bucket.name for bucket in model.engine.buckets if bucket.is_whole]
             told += [] if strategy != ZERO3 or whole == ["blocks.1/float32"] else [f"{wanted}: {whole}"]
             with model.unsharded():
                 pass

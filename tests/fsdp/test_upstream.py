@@ -62,7 +62,7 @@ def gradients_exist(model: MegatronModel, optimizer: torch.optim.Optimizer) -> b
 
 def buffers_of(model: MegatronModel) -> SimpleNamespace:
     """The first bucket's buffers: main weights where they have a dtype of their own, and main gradients."""
-    bucket = model.buckets[0]
+    bucket = model.engine.buckets[0]
     apart = bucket.dtypes.main != bucket.dtypes.compute
     return SimpleNamespace(
         main_weight_buffer=SimpleNamespace(data=bucket.main_shards[0]) if apart else None,

@@ -303,7 +303,7 @@ def test_watching_changes_no_bit_and_ends_with_the_model() -> None:
 def test_off_there_is_nothing_and_a_limit_is_positive() -> None:
     model, other = Stoppable(), Stoppable()
     wrapped, _ = fully_shard(model, sgd(model), fsdp_unit_modules=[Block])
-    assert wrapped._parts.watchdog is None
+    assert wrapped.engine.watchdog is None
     with pytest.raises(ValueError, match=r"watchdog_timeout_s=0 is out of range; valid are above 0, .* or None"):
         fully_shard(other, sgd(other), watchdog_timeout_s=0)
 
@@ -336,7 +336,7 @@ def mismatched(rank: int) -> list[Told]:
         dist.barrier()
     _, wrapped, optimizer = build(dist.new_group([0, 1, 2]), "optim", check_collectives=True)
     values = torch.zeros(2 if rank == 2 else 3, dtype=torch.float64)
-    found.append(provoke(lambda: wrapped._parts.meshes.everyone.sum_scalars(values, "lengths")))
+    found.append(provoke(lambda: wrapped.engine.meshes.everyone.sum_scalars(values, "lengths")))
     return found
 
 

@@ -162,7 +162,7 @@ def shard(rank: int, case: Case, module: nn.Module) -> tuple[ShardedModel, Stepp
 
 def name_buffers(recorder: Recorder, model: ShardedModel, case: Case) -> None:
     """Let reports speak of buffers as the engine does."""
-    for bucket in model.buckets:
+    for bucket in model.engine.buckets:
         for each in bucket.encodings:
             recorder.name(each.unsharded, f"weights of {bucket.name}{each.suffix}")
             if each.kept is not None:
@@ -231,12 +231,12 @@ def run(rank: int, case: Case, records: bool = True) -> Run:
 
 def restart_streams(model: ShardedModel, recorder: Recorder) -> None:
     """Side streams of the recorder: those of the building are another's."""
-    runtime = model._parts.runtime
+    runtime = model.engine.runtime
     runtime._streams = {name: Stream(recorder.cuda, name) for name in ("gather", "reduce", "outer")}
 
 
 def _whole(model: ShardedModel) -> Iterator[tuple[str, Tensor]]:
-    for bucket in model.buckets:
+    for bucket in model.engine.buckets:
         yield from bucket.named_slices(bucket.gather_whole(bucket.main_shards))
 
 

@@ -112,7 +112,7 @@ class NativeEngine(Engine):
         """This rank's main gradients, unscaled, sharing memory."""
         if self.loss_scale is not None:
             self.loss_scale.unscale_()
-        return self.model.local_gradients()
+        return self.model.engine.named_state.local_gradients()
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Unsharded main weights on the CPU, gathered one bucket at a time; frozen ones in the compute dtype."""
@@ -152,7 +152,7 @@ class NativeEngine(Engine):
 
     def accounted_bytes(self) -> dict[str, int]:
         """Persistent bytes by role; main weights that are the compute weights count once, as compute weights."""
-        return self.model.persistent_bytes()
+        return self.model.engine.persistent_bytes()
 
     def seen(self) -> Seen | None:
         """The user's module; its losses are unscaled, but for the loss scale of the step.
@@ -169,15 +169,15 @@ class NativeEngine(Engine):
 
     def facts(self) -> dict[str, str]:
         """Transport between ranks, and spare cores for work beside the backward."""
-        return self.model.transport()
+        return self.model.engine.transport()
 
     def counters(self) -> dict[str, int]:
-        counted = self.model.counters()
-        self.model.reset_counters()
+        counted = self.model.engine.counters()
+        self.model.engine.reset_counters()
         return counted
 
     def user_buffers(self) -> dict[str, str]:
-        return self.model.user_buffers()
+        return self.model.engine.user_buffers.facts()
 
     def close(self) -> None:
         self.model.close()

@@ -347,7 +347,7 @@ def traffic(rank: int, case: Case) -> Traffic:
     train(model, optimizer, case, 1)
     rows = meter.take()
     meter.close()
-    moved = {bucket.name: bucket.layout.comm_numel for bucket in model.buckets}
+    moved = {bucket.name: bucket.layout.comm_numel for bucket in model.engine.buckets}
     model.close()
     return {(row.kind, row.bucket): (row.count, row.bytes) for row in rows}, moved
 

@@ -131,7 +131,7 @@ def _frozen(rank: int) -> list[str]:
     train(model, optimizer, case, 0)
     with pytest.raises(RuntimeError, match=r"ends the step of its FP8 layers: drop update_scales\(\)"):
         Fp8Linear.update_scales(model.module)
-    found = sorted(bucket.key.label for bucket in model.buckets)
+    found = sorted(bucket.key.label for bucket in model.engine.buckets)
     model.close()
     return found
 

@@ -190,7 +190,7 @@ def traffic(rank: int, strategy: str) -> list[str]:
 def kept(rank: int, strategy: str) -> list[str]:
     """Bytes between uses: two payloads where weights are whole, and two exponents for 32 parameters everywhere."""
     model, _ = shard(Case(Fp8.mx, strategy), converted(Fp8.mx).bfloat16())
-    bytes_kept = model.persistent_bytes()
+    bytes_kept = model.engine.persistent_bytes()
     others = 2 * sum(p.numel() for p in Model().parameters()) - 2 * BLOCKS * ELEMENTS
     whole = 0 if strategy == "optim_grads_params" else 2 * BLOCKS * ELEMENTS
     told = []

@@ -60,7 +60,7 @@ def evaluating_with_gradients(rank: int, strategy: str) -> list[str]:
     run, peaks = run_of(Net, rank, strategy), []
     for steps in (1, 2):
         run.train(steps)
-        peaks.append(run.model.counters()["transient_peak_bytes"])
+        peaks.append(run.model.engine.counters()["transient_peak_bytes"])
         run.model(run.data(0))
         run.optimizer.step()
     return [] if peaks[0] == peaks[1] else [f"peaks of {peaks} bytes"]

@@ -170,7 +170,7 @@ def boxing(rank: int, strategy: str) -> list[str]:
     """What is noted of calls that no hook sees is forgotten with their step."""
     run = run_of(Boxing, rank, strategy)
     run.train(4)
-    noted = max(len(unit.readiness._unseen) for unit in run.model._parts.units)
+    noted = max(len(unit.readiness._unseen) for unit in run.model.engine.units)
     return alike(Boxing)(rank, strategy) + ([] if noted == 1 else [f"{noted} calls are noted"])
 
 
@@ -242,7 +242,7 @@ def parts(rank: int, strategy: str) -> list[str]:
         expected = torch.zeros_like(param) if param.grad is None else param.grad
         told += [name] if param.requires_grad and not torch.allclose(found[name], expected, atol=1e-6) else []
     optimizer.step()
-    told += [] if model._parts.memory.live_bytes == 0 else ["memory is not given back"]
+    told += [] if model.engine.memory.live_bytes == 0 else ["memory is not given back"]
     return told + said(lambda: model.register_forward_methods("nothing"), ValueError, "'nothing'")
 
 

@@ -238,9 +238,9 @@ def rewiring(rank: int, strategy: str) -> list[str]:
         other, its = with_optimizer(strategy, adamw, Partly(), mixed_precision_policy=policy)
         usual, usuals = with_optimizer(strategy, adamw, Partly())
         with model.mixed_precision_context(policy):
-            told += [] if model.policy == policy else ["the policy"]
+            told += [] if model.engine.policy == policy else ["the policy"]
             told += [f"{name} inside, {wire}" for name in same(train(model, optimizer, 0), train(other, its, 0))]
-        told += [] if model.policy == usual.policy else ["the policy is kept"]
+        told += [] if model.engine.policy == usual.engine.policy else ["the policy is kept"]
         told += [f"{name}, {wire}" for name in same(dict(model.full_weights()), dict(other.full_weights()))]
         usual.load_state_dict(model.state_dict())
         usuals.load_state_dict(optimizer.state_dict())
@@ -262,14 +262,14 @@ def rewired_wrongly(rank: int, strategy: str) -> list[str]:
     told += said(lambda: model.reset_mixed_precision_policy(wrong), NotImplementedError, "main_grads_dtype=")
     fixed = sharded(strategy, fsdp_double_buffer=True)
     told += said(lambda: fixed.reset_mixed_precision_policy(half), NotImplementedError, "double_buffer")
-    before = model.policy
+    before = model.engine.policy
 
     def broken() -> None:
         with model.mixed_precision_context(half):
             loss_of(model, data(0, rank)).backward()
             raise KeyError("the loop's own")
 
-    told += said(broken, KeyError, "the loop's own") + ([] if model.policy == before else ["the policy is kept"])
+    told += said(broken, KeyError, "the loop's own") + ([] if model.engine.policy == before else ["the policy is kept"])
     told += said(optimizer.step, StepError, "zero_grad()")
     optimizer.zero_grad()
     loss_of(model, data(0, rank)).backward()

@@ -91,7 +91,7 @@ def zeroing(rank: int, strategy: str) -> list[str]:
     loss_of(model, data(2, rank)).backward()
     told += gradients_differ(model, 1, 2)
     model.zero_grad_buffer()
-    return told + (["they are kept"] if model.has_gradients else [])
+    return told + (["they are kept"] if model.engine.step.has_gradients else [])
 
 
 @CHECKS.check
@@ -151,7 +151,7 @@ def ahead(rank: int, strategy: str) -> list[str]:
     loss = loss_of(model, data(0, rank))
     model.start_param_sync()
     model.synchronize_param_gather()
-    whole = [unit.name for unit in model._parts.gather.order if model._parts.gather.is_whole(unit)]
+    whole = [unit.name for unit in model.engine.gather.order if model.engine.gather.is_whole(unit)]
     loss.backward()
     right = plain_gradients([data(0, each) for each in range(RANKS)], 1 / RANKS)
     return [f"{name} is whole" for name in whole] + close(dict(model.full_gradients()), right)

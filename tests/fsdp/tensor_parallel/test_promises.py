@@ -224,7 +224,7 @@ def drift(rank: int, strategy: str) -> list[str]:
     model, optimizer = sharded(case, mesh)
     loss_of(model, rows(case, mesh)).backward()
     if mesh.get_local_rank("tp"):
-        for bucket in model.buckets:
+        for bucket in model.engine.buckets:
             for shard in bucket.main_shards:
                 shard.add_(1e-6)
     optimizer.step()
