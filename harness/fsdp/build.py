@@ -33,7 +33,6 @@ from harness.fsdp.runtime.hooks import Hooks, abandon
 from harness.fsdp.runtime.materialize import leave_meta, reset_by_module, values_of_first_rank
 from harness.fsdp.runtime.reduce import ReducePipeline
 from harness.fsdp.runtime.step import Step, StepShape
-from harness.fsdp.runtime.trainability import WORDS, Trainability
 from harness.fsdp.runtime.units import Members, Unit, UnitPlan, buckets_of, build_units, is_expert, plan_units
 from harness.fsdp.runtime.weak_hooks import WeakHook
 from harness.fsdp.runtime.weights import Weights
@@ -181,8 +180,6 @@ class Engine:
         scales = Scales(layers, held, meshes, is_expert) if layers else None
         self.weights = weights = Weights(hooks, meshes, self.user_buffers, options.check_replicas_every, scales)
         self.gradients = GradientSync(hooks, weights, self.integers)
-        fixed = "under double_buffer=True or nccl_ub, whose buffers are laid out once" if options.double_buffer else ""
-        self.trainability = Trainability(self.policy, hooks, weights, self.gradients, fixed)
         self.named_state = StateAccess(module, weights, self.gradients)
 
     def _step_shape(self) -> StepShape:
@@ -242,7 +239,7 @@ class Engine:
             each.as_integers()
         for bucket, each in zip(trainable, dtypes, strict=True):
             bucket.send_as(each)
-        self.policy = self.trainability.policy = policy
+        self.policy = policy
 
     def persistent_bytes(self) -> dict[str, int]:
         """Bytes that this rank keeps, by role: weights (compute, main), main_grads, optimizer, padding, buffers; and
@@ -318,7 +315,7 @@ def _check_same_request(module: nn.Module, context: BuildContext, meshes: Meshes
     asked = {each.name: getattr(context.options, each.name) for each in fields(context.options)}
     asked |= {name: getattr(context, name) for name in ("strategy", "outer_strategy", "policy", "grad_divisor")}
     named = [(n, p) for n, p in module.named_parameters() if not is_expert(p)]
-    lines = [(f"parameter {name}", f"{_kind(p)} {WORDS[p.requires_grad]}") for name, p in named]
+    lines = [(f"parameter {name}", f"{_kind(p)} {'trained' if p.requires_grad else 'frozen'}") for name, p in named]
     lines += [(f"buffer {name}", _kind(buffer)) for name, buffer in module.named_buffers()]
     check_agreed(
         lines

@@ -116,7 +116,6 @@ def adopt_weights(mine: Engine, other: Engine) -> None:
     for bucket, theirs in zip(mine.buckets, other.buckets, strict=True):
         for param, flag in zip(bucket.views.at_rest, theirs.views.flags(), strict=True):
             param.requires_grad_(flag)
-    mine.hooks.before_gradients()
     for bucket, theirs in zip(mine.buckets, other.buckets, strict=True):
         for shard, values in zip(bucket.main_shards, theirs.main_shards, strict=True):
             shard.detach().copy_(values.detach())

@@ -241,18 +241,6 @@ def freezing_between_microbatches(world: World) -> None:
         step_with(world, optimizer, step, before=switch)
 
 
-def unfreezing_between_microbatches(world: World) -> None:
-    """From the second microbatch of the third step on; a part that was trained from the start is frozen in it."""
-    optimizer = world.bind(adamw(world.module.parameters()))
-
-    def switch(step: int, place: int) -> None:
-        world.module.parts[1].requires_grad_(step > 2 or (step == 2 and place > 0))
-        world.module.head.requires_grad_(step != 2 or place == 0)
-
-    for step in range(STEPS):
-        step_with(world, optimizer, step, before=partial(switch, step))
-
-
 def adapters_alone(world: World) -> None:
     """PEFT: reference passes with adapters off and flags switched, as disable_adapter() does."""
     optimizer = world.bind(adamw([p for p in world.module.parameters() if p.requires_grad]))
@@ -270,41 +258,6 @@ def adapters_alone(world: World) -> None:
     for step in range(STEPS):
         reference(step, step % 2 == 0)
         step_with(world, optimizer, step, after=lambda place, s=step: reference(s, s % 3 == 0) if not place else None)
-
-
-def unfreezing(world: World) -> None:
-    """From the head down; one optimizer over everything from the start."""
-    optimizer = world.bind(adamw(world.module.parameters()))
-    for step in range(STEPS):
-        if step in (2, 3):
-            world.module.parts[4 - step].requires_grad_(True)
-        if step == 4:
-            world.module.requires_grad_(True)
-        step_with(world, optimizer, step)
-
-
-def unfreezing_by_groups(world: World) -> None:
-    """Groups are added as layers are unfrozen; a part of a unit first."""
-    optimizer = world.bind(torch.optim.Adagrad(world.module.head.parameters(), lr=0.05, weight_decay=0.1))
-    for step in range(STEPS):
-        if step in (2, 4):
-            layer: nn.Module = world.module.parts[2].linear if step == 2 else world.module.entry
-            layer.requires_grad_(True)
-            optimizer.add_param_group({"params": list(layer.parameters()), "lr": 0.01})
-        step_with(world, optimizer, step)
-
-
-def unfreezing_and_freezing(world: World) -> None:
-    """Zero_grad comes last, and between forward and backward in the step that unfreezes."""
-    optimizer = world.bind(torch.optim.SGD(world.module.parameters(), lr=0.05, momentum=0.9, weight_decay=0.3))
-    for step in range(STEPS):
-        world.module.parts[1].requires_grad_(step in (1, 2, 4))
-        forget = once(optimizer.zero_grad)
-        world.backward(step, after=lambda _, s=step, forget=forget: forget() if s == 1 else None)
-        optimizer.step()
-        world.keep()
-        if step:
-            optimizer.zero_grad()
 
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -337,10 +290,6 @@ def nothing(module: nn.Module) -> None:
     module.requires_grad_(True)
 
 
-def all_but_head(module: Net) -> None:
-    set_trained([module.entry, module.parts], False)
-
-
 def all_but_adapters(module: Net) -> None:
     module.requires_grad_(False)
     set_trained(module.adapters, True)
@@ -352,11 +301,7 @@ PROGRAMS: dict[str, tuple[Callable[[World], None], Callable[[], nn.Module], Call
     "frozen for good": (frozen_for_good, Net, nothing),
     "freezing after the forward": (freezing_after_the_forward, Net, nothing),
     "freezing between microbatches": (freezing_between_microbatches, Net, nothing),
-    "unfreezing between microbatches": (unfreezing_between_microbatches, Net, all_but_head),
     "adapters alone": (adapters_alone, Net, all_but_adapters),
-    "unfreezing": (unfreezing, Net, all_but_head),
-    "unfreezing by groups": (unfreezing_by_groups, Net, all_but_head),
-    "unfreezing and freezing": (unfreezing_and_freezing, Net, all_but_head),
 }
 FREEZING = tuple(PROGRAMS)
 PROGRAMS |= {f"unused, {name}": (partial(unused, name), Half, nothing) for name in OPTIMIZERS}

@@ -49,8 +49,12 @@ OPERATIONS: dict[str, Act] = {
         setattr(m, "1", nn.Linear(WIDTH, WIDTH, bias=False)),
         m(torch.ones(2, WIDTH)),
     ),
-    "`torch.optim.LBFGS`, where rows divide evenly": lambda m, take: take(torch.optim.LBFGS(m.parameters())).step(
+    "`torch.optim.LBFGS`, where rows divide evenly": lambda m, take: take(torch.optim.LBFGS(m[:2].parameters())).step(
         closure(m)
+    ),
+    "`requires_grad_(True)` of what was frozen when it was sharded": lambda m, _: (
+        m[2].requires_grad_(True),
+        m(torch.ones(2, WIDTH)).sum().backward(),
     ),
     "`copy.copy(model)`": lambda m, _: copy.copy(m),
 }
@@ -78,10 +82,9 @@ def of_models(rank: int) -> dict[str, tuple[str, str]]:
     warnings.simplefilter("ignore")
     found = {}
     for name, act in OPERATIONS.items():
-        theirs = net()
+        theirs, mine = (net().append(nn.Linear(WIDTH, WIDTH, bias=False).requires_grad_(False)) for _ in range(2))
         for part in (*theirs, theirs):
             fully_shard(part)
-        mine = net()
         model = fully_shard_model(mine, fsdp_unit_modules=[nn.Linear])
         for each in (theirs, model):
             each(torch.ones(2, WIDTH) + rank).sum().backward()
@@ -119,7 +122,7 @@ def _narrow(rank: int, mesh: DeviceMesh) -> list[str]:
 
 def teacher(rank: int) -> list[str]:
     """A frozen layer under `param_dtype` that follows another one slowly: strategies under which it does not end with
-    FSDP2's bits, or loses some where it is trained then, as FSDP2 cannot."""
+    FSDP2's bits."""
     return [strategy for strategy in ("no_shard", "optim", "optim_grads", "optim_grads_params") if _parts(strategy)]
 
 
@@ -145,15 +148,8 @@ def _parts(strategy: str) -> bool:
                 model[2].weight.lerp_(model[0].weight, 1e-3)
         values = [value.full_tensor() if isinstance(value, DTensor) else value for value in model.state_dict().values()]
         found.append([value.clone() for value in values])
-    model[2].requires_grad_(True)
-    model(torch.ones(2, WIDTH)).float().square().mean().backward()
-    last = dict(model.full_weights())["2.weight"]
     model.close()
-    return (
-        not torch.equal(last, found[0][2])
-        or [each.dtype for each in found[1]] != [torch.float32] * 3
-        or not all(map(torch.equal, *found))
-    )
+    return [each.dtype for each in found[1]] != [torch.float32] * 3 or not all(map(torch.equal, *found))
 
 
 def of_tensors(rank: int) -> list[str]:

@@ -109,7 +109,7 @@ def _memory(model: ShardedModel) -> set[int]:
 
 
 def narrow(rank: int, strategy: str) -> list[str]:
-    """Main weights that bf16 cannot hold are copied with all their bits; what was unfrozen since, too."""
+    """Main weights that bf16 cannot hold are copied with all their bits; what was frozen since stays so."""
     module = Net().to(torch.bfloat16)
     model = fully_shard_model(
         module,
@@ -117,14 +117,14 @@ def narrow(rank: int, strategy: str) -> list[str]:
         zero_dp_strategy=strategy,
         mixed_precision_policy=MixedPrecisionPolicy(main_params_dtype=torch.float32),
     )
-    model.get_parameter("blocks.0.up.bias").requires_grad_(True)
+    model.get_parameter("blocks.1.up.bias").requires_grad_(False)
     optimizer = fully_shard_optimizer(_adam(model))
     loss_of(model, data(0, rank).bfloat16()).backward()
     optimizer.step()
     other, told = copy.deepcopy(model), []
     for name, value in _whole(model).items():
         told += [] if torch.equal(value, _whole(other)[name]) else [name]
-    told += [] if other.get_parameter("blocks.0.up.bias").requires_grad else ["what was unfrozen is frozen"]
+    told += ["what was frozen is trained"] if other.get_parameter("blocks.1.up.bias").requires_grad else []
     x = data(1, rank).bfloat16()
     return told + ([] if torch.equal(model(x), other(x)) else ["another output"])
 

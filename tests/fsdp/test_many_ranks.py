@@ -25,7 +25,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from harness.fsdp import MixedPrecisionPolicy, build, fully_shard
 from harness.fsdp.comm.communicator import Communicator, Cut, Pending
 from harness.fsdp.ragged import RaggedShard
-from harness.fsdp.runtime import trainability, units
+from harness.fsdp.runtime import units
 from harness.fsdp.storage.layout import BucketLayout, LocalSlice, Slot
 from tests.fsdp.pairs import STRATEGIES
 from tests.support.mutants import each
@@ -48,8 +48,7 @@ def believing_in(ranks: int) -> Iterator[None]:
     dist.destroy_process_group()  # the one that this call was given; below it gets another one
     dist.init_process_group("fake", rank=ranks // 2 + 1, world_size=ranks, store=FakeStore())
     with ExitStack() as patches:
-        for module in (build, trainability):
-            patches.enter_context(mock.patch.object(module, "check_agreed"))
+        patches.enter_context(mock.patch.object(build, "check_agreed"))
         patches.enter_context(mock.patch.object(build, "watch_groups", return_value=None))
         patches.enter_context(mock.patch.object(Communicator, "begin_sum", _as_if_alike))
         yield

@@ -68,15 +68,11 @@ class BackwardHooks:
         self._rested: set[Unit] = set()
         self._number = ABOVE_ALL
         self._coming: list[tuple[int, Unit]] = []
-        self.take_in([bucket for bucket in buckets_of(units) if bucket.trainable])
+        for unit in units:
+            for bucket in unit.trainable:
+                self._watch_gradients(unit, bucket)
 
     @by_engine
-    def take_in(self, buckets: Sequence[ParamGroup]) -> None:
-        for unit in self.units:
-            for bucket in unit.trainable:
-                if bucket in buckets:
-                    self._watch_gradients(unit, bucket)
-
     def _watch_gradients(self, unit: Unit, bucket: ParamGroup) -> None:
         gradients = bucket.gradients
         assert gradients is not None
@@ -193,17 +189,16 @@ class BackwardHooks:
         return not any(any(bucket.views.flags()) for bucket in buckets_of(self.units) if bucket.trainable)
 
     def _refuse_unsupported(self) -> None:
-        """Raise for a backward inside a forward, with create_graph, or through an unfrozen parameter without
-        storage."""
+        """Raise for a backward inside a forward, with create_graph, or through a parameter that was frozen when it
+        was sharded."""
         running, late = self.step.running, unfrozen_too_late(self.units)
         if late is None and not running and not torch.is_grad_enabled():
             return
         self.step.fail()
         if late is not None:
             raise RuntimeError(
-                f"parameter {late} was frozen when it was sharded, and requires_grad became True inside the model's"
-                " forward (or a part of the model ran by itself): it has nowhere to put its gradient. Unfreeze before"
-                " the model's forward; or shard with requires_grad=True and freeze afterwards"
+                f"parameter {late} was frozen when it was sharded and is to be trained now, and has nowhere to put its"
+                " gradient: shard with requires_grad=True, and freeze afterwards (requires_grad_(False))"
             )
         if running:
             where = "the model" if self.units[0].name in running else ", ".join(sorted(running))

@@ -140,13 +140,6 @@ class GradientSync:
         for each in self.sharded:
             each.install_grads(had.get(id(each), set()) | each.add_own_grads())
 
-    def take_in(self, late: Sequence[ParamGroup]) -> None:
-        """Take up further buckets, of which no backward of the step has brought gradients."""
-        self._watch_hooks()
-        for bucket in late if self.step.has_gradients else ():
-            if bucket.gradients is not None:
-                bucket.gradients.begin_late()
-
     def finish(self) -> None:
         """See `FSDPModule.finish_grad_sync`; CopiesPart, too."""
         self.weights.wait()

@@ -37,7 +37,6 @@ class Hooks(BackwardHooks):
     def __init__(self, units: Sequence[Unit], gather: GatherPipeline, reduce: ReducePipeline) -> None:
         super().__init__(units, gather, reduce)
         self.root = units[0]
-        self.before_gradients: Callable[[], None] = lambda: None
         self.before_forward: Callable[[], None] = lambda: None
         self.whereabouts = Whereabouts(self.root.module)
         self.lost_edits = edits.LostEdits(next(buckets_of(units)).memory.device)
@@ -108,7 +107,6 @@ class Hooks(BackwardHooks):
             )
         if with_gradients:
             refuse_ddp_around(self.root.module)
-            self.before_gradients()
         if step.num_updates != self._num_updates:
             self._num_updates = step.num_updates
             for unit in self.units:
@@ -158,8 +156,6 @@ class Hooks(BackwardHooks):
         self.recover()
         if self.is_inside:
             return method(*args, **kwargs)
-        if torch.is_grad_enabled():
-            self.before_gradients()
         self._begin_forward(with_gradients=False)  # units called right here are not hidden from autograd's graph
         try:
             self.gather.pre_forward()

@@ -209,10 +209,6 @@ class ReducePipeline:
         self._issued = 0
         self._in_flight: deque[tuple[Unit, list[PendingReduction]]] = deque()
 
-    def take_in(self, units: Sequence[Unit]) -> None:
-        """Reduce further buckets of the units, too. No backward may be running."""
-        self.order = [unit for unit in reversed(units) if unit.trainable]
-
     def expect(self, unit: Unit) -> None:
         """A unit's backward begins: its gradients will come, in the dtype they are sent in."""
         waits = self.runtime.has_streams and not unit.is_root and unit.readiness.is_due_once

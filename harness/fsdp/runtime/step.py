@@ -264,9 +264,8 @@ class Step:
         if not self.in_backward:  # one that runs is settled when it has raised
             self._fail_at_once()
         raise StepError(
-            "a backward through a forward that ran before the weights were updated (optimizer.step(), or a load), or"
-            " given other storage (what was frozen when it was sharded is trained now), would mix its activations with"
-            " the new weights; run the forward again after that"
+            "a backward through a forward that ran before the weights were updated (optimizer.step(), or a load) would"
+            " mix its activations with the new weights; run the forward again after that"
         )
 
     def post_backward(self) -> None:

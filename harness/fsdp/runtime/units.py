@@ -48,8 +48,9 @@ class Unit:
         self._module = weakref.ref(module)  # see [Note: Who keeps whom]
         # under double_buffer
         self.shares_buffers = not self.is_root and any(bucket.memory.fixed for bucket in buckets)
-        self.readiness = Readiness([])
-        self.take_in()
+        self.trainable = [bucket for bucket in self.buckets if bucket.trainable]
+        self.gradients = [bucket.gradients for bucket in self.trainable if bucket.gradients is not None]
+        self.readiness = Readiness([param for bucket in self.trainable for _, param in bucket.params])
 
     @property
     def module(self) -> nn.Module:
@@ -63,11 +64,6 @@ class Unit:
             if bucket.awaited:
                 bucket.receive()
             bucket.use()
-
-    def take_in(self) -> None:
-        self.trainable = [bucket for bucket in self.buckets if bucket.trainable]
-        self.gradients = [bucket.gradients for bucket in self.trainable if bucket.gradients is not None]
-        self.readiness.params = [param for bucket in self.trainable for _, param in bucket.params]
 
 
 def buckets_of(units: Iterable[Unit]) -> Iterator[ParamGroup]:

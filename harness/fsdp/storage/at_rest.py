@@ -35,7 +35,6 @@ from harness.fsdp.storage.parameter_access import (
     refuse_unknown,
 )
 from harness.fsdp.storage.superseded import superseding
-from harness.fsdp.tensor_parallel import put_data
 from harness.private_torch import (
     foreach_types,
     local_tensor,
@@ -221,7 +220,8 @@ class ShardedParameters:
         self._held = [(slot.held, slot.name, param, sharded) for slot, param, sharded in held if slot.is_plain]
         self._put = [each for each in held if not each[0].is_plain]
         self._slots = [(slots[id(param)], param, sharded) for param, sharded in both]
-        self._begin()
+        self._locals = [local_tensor(param) if isinstance(param, RaggedTensor) else None for param in self.params]
+        self._forget_views()
         self.shows_unsharded = True
         self.sync: Callable[[], Any] = lambda: None
 
@@ -244,10 +244,6 @@ class ShardedParameters:
             put_spec(param, spec_of(rows))
             param.base = local
             setattr(local, BEFORE_WRITE, self.before_write)
-
-    def _begin(self) -> None:
-        self._locals = [local_tensor(param) if isinstance(param, RaggedTensor) else None for param in self.params]
-        self._forget_views()
 
     def view(self, index: int, flats: Sequence[Tensor]) -> Tensor:
         """This rank's rows in flat tensors laid out as the main weights: a DTensor; plain where nothing cuts it."""
@@ -286,16 +282,6 @@ class ShardedParameters:
             for param, sharded in zip(self.unsharded, self.params, strict=True):
                 if param.requires_grad is not sharded.requires_grad:
                     param.requires_grad_(sharded.requires_grad)
-
-    def moved(self) -> None:
-        self.shards.moved(self.bucket)
-        for index, param in enumerate(self.params):
-            if param is self.unsharded[index]:
-                continue
-            rows = self.view(index, self.bucket.main_shards)
-            put_data(param, rows)
-            self._hold(param, rows)
-        self._begin()
 
     def check(self) -> None:
         for slots, param, sharded in self._slots:

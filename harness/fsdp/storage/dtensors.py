@@ -49,9 +49,6 @@ class DTensorFactory:
         for bucket in (each for each in buckets if each.tp is not None):
             self._mesh(bucket)
 
-    def moved(self, bucket: ParamGroup) -> None:
-        self._found.pop(bucket, None)
-
     def rows(self, bucket: ParamGroup, slot: Slot, memory: Tensor, begins_at: int = 0) -> Tensor:
         """A parameter's rows in `memory`, which begins so many elements into the shard of its segment; plain where
         nothing cuts it."""

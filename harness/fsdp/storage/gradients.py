@@ -283,15 +283,12 @@ class Gradients:
     def has_sums(self) -> bool:
         return self.sums.untyped_storage().size() > 0
 
-    def begin_late(self) -> None:
-        if not self.is_in_place:
-            self.allocate_sums()
-            self.sums.zero_()
-
     def settle_sums(self) -> None:
         """A step had no backward: its gradients are zeros."""
         self.settle()
-        self.begin_late()
+        if not self.is_in_place:
+            self.allocate_sums()
+            self.sums.zero_()
         if self._main is not None:  # which keeps the last step's until the next one is finished
             self._main.zero_()
 

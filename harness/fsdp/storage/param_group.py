@@ -63,7 +63,7 @@ class GroupKey:
 class ParamGroup:
     """Parameters of one unit with one compute dtype, all dense or all of experts, all trained or all frozen
     when they were sharded. What is trained may be frozen later: its gradients are absent then. What was frozen has
-    storage for weights alone, until `train`.
+    storage for weights alone.
 
     Args:
         name: unit and key, used in labels and messages.
@@ -123,21 +123,6 @@ class ParamGroup:
         if self.gradients is not None and self.codec is not None:
             self.codec.prepare(self.gradients)
         self.views.forget_edits()
-        if (sharded := self.views.sharded()) is not None:
-            sharded.moved()
-        self.rest()
-
-    def train(self, dtypes: Dtypes) -> None:
-        """Make a trained bucket of a frozen one, of the same values and under the same name. *Collective.*
-
-        Where weights are not kept whole between uses, none may be gathered now.
-
-        dtypes: of trained parameters with its compute dtype.
-        """
-        whole = self.compute if self.computes_with_main_weights else self.gather_whole(self.main_shards)
-        values = dict(self.named_slices(whole))
-        self.dtypes, self.trainable = dtypes, True
-        self._build(lambda name, _: values[name])
 
     def send_as(self, dtypes: Dtypes) -> None:
         """Raise ValueError where dtypes cannot be sent, as `Dtypes.as_integers`."""

@@ -46,9 +46,6 @@ class Span:
     end: int
     flats: dict[str, Tensor] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        self.shards = self.bucket.main_shards
-
     def part(self, key: str, dtype: torch.dtype, start: int, end: int) -> Tensor:
         if key not in self.flats:
             like = self.bucket.main_shards[self.segment][self.start : self.end]
@@ -65,7 +62,7 @@ class Piece:
     entries: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.flat = self.span.shards[self.span.segment][self.start : self.end].detach().requires_grad_()
+        self.flat = self.span.bucket.main_shards[self.span.segment][self.start : self.end].detach().requires_grad_()
 
     @property
     def grad(self) -> Tensor:
@@ -302,11 +299,8 @@ class FlatStep:
         for group in self.optimizer.param_groups:
             for param in group["params"]:
                 held = self.optimizer.state.get(param)
-                place = getattr(param, LOCATION, None)
-                sharded = None if place is None else place[0]()
-                where = None if sharded is None else id(sharded.bucket.main_shards)  # spans keep those from before
                 state = held and [id(held.get(key)) for key in keys]
-                found.append((id(param), where, grad_of(param) is None, state))
+                found.append((id(param), grad_of(param) is None, state))
             found.append(None)
         return found
 
@@ -328,7 +322,6 @@ class FlatStep:
         if self.moments is None:
             self._cut_state(placed.values())
             return placed
-        self._drop_moved(placed.values())
         self._add_spans([param for param in placed.values() if id(param) not in self._spans])
         for param in placed.values():
             self._take_state(param)
@@ -389,13 +382,6 @@ class FlatStep:
             return None
         moments = tuple(sorted(key for key in self.moments or () if held.get(key) is not None))
         return moments, tuple(float(held[key]) for key in sorted(COUNTERS) if held.get(key) is not None)
-
-    def _drop_moved(self, params: Any) -> None:
-        for param in params:
-            span = self._spans.get(id(param))
-            if span is not None and span.shards is not span.bucket.main_shards:
-                del self._spans[id(param)]
-                self._views = {key: view for key, view in self._views.items() if key[0] != id(param)}
 
     def _add_spans(self, params: Sequence[Tensor]) -> None:
         by_bucket: dict[ParamGroup, dict[str, Tensor]] = {}

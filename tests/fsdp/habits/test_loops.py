@@ -6,7 +6,6 @@ import copy
 import time
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -14,11 +13,9 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
 from harness.fsdp.runtime.gradient_sync import GradientSync
-from harness.fsdp.runtime.hooks import Hooks
 from harness.fsdp.state import StateAccess
 from tests.fsdp.checked import Mutant, each_holds, each_is_found, patched, said
 from tests.fsdp.habits.world import (
-    Block,
     Habits,
     Net,
     Run,
@@ -72,9 +69,10 @@ class Objective(Net):
         return out
 
 
-@CHECKS.right(lambda: Objective(first=lambda: Block().requires_grad_(False)))
+@CHECKS.right(Objective)
 def training_by_a_method(run: Run) -> list[str]:
     """It is a forward also to what is frozen and unfrozen between steps."""
+    run.model.first.requires_grad_(False)
     if not run.is_plain:
         run.model.register_forward_methods("objective")
     run.train(1, lambda model, x: model.objective(x))
@@ -194,12 +192,7 @@ test_a_program_is_right = each_holds(__name__, CHECKS)
 
 # -- mutants -----------------------------------------------------------------------------------------------------------
 
-_load_weights, _run_as_forward = StateAccess.load_state_dict, Hooks.run_as_forward
-
-
-def _does_not_follow(self: Hooks, method: Any, *args: Any) -> Any:
-    with mock.patch.object(self, "before_gradients"):
-        return _run_as_forward(self, method, *args)
+_load_weights = StateAccess.load_state_dict
 
 
 def _forgets_too(self: StateAccess, *args: Any, **named: Any) -> Any:
@@ -211,11 +204,6 @@ def _forgets_too(self: StateAccess, *args: Any, **named: Any) -> Any:
 _of_loops = partial(Mutant, area="The engine, by habits of loops")
 _of_steps = partial(Mutant, area="The engine, by habits around a step")
 MUTANTS = {
-    "methods that train": _of_loops(
-        "A method that runs as a forward does not follow what is frozen and unfrozen",
-        patched(Hooks, "run_as_forward", _does_not_follow),
-        "training_by_a_method",
-    ),
     "zeros": _of_loops(
         "Gradients of zeros that zero_grad has left are forgotten",
         patched(GradientSync, "let_go", lambda self: self.forget()),
