@@ -12,7 +12,6 @@ from harness.config.schema import (
     Config,
     Device,
     Dtype,
-    Fp8,
     MeasureMode,
     ModelConfig,
     ModelFamily,
@@ -236,8 +235,3 @@ def tp_shard(of: Projection, tp: int) -> tuple[int, int]:
     `harness.models.llama_plan`.
     """
     return (of.rows, of.columns // tp) if of.name in ("wo", "w_down") else (of.rows // tp, of.columns)
-
-
-def fitting(m: ModelConfig, tp: int = 1) -> list[Fp8]:
-    sizes = [size for each in projections(m) for size in tp_shard(each, tp)]
-    return [recipe for recipe in Fp8 if sizes and not any(size % recipe.multiple for size in sizes)]

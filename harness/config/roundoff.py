@@ -38,8 +38,3 @@ FINEST = RMS * UNIT["fp32"]
 
 For gradients below its resolution, distances refer to the norm of which the resolution is this share.
 """
-
-
-def reach_name(compute: str, fp8: str | None) -> str:
-    """Name of a run's arithmetic in a perturbed reference: "bf16", or "bf16 fp8 current" for FP8 projections."""
-    return f"{compute} fp8 {fp8}" if fp8 else compute

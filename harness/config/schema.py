@@ -274,8 +274,6 @@ class MeasureConfig(Group):
     """How often an fp64 reference repeats its first step for each dtype, with a random rounding error after every
     operation. Verdicts against this run then use the measured effect of rounding on each gradient. 0: bounds are
     computed by counting roundings."""
-    rounding_fp8: Annotated[Flag, Only("measure.rounding_draws", but=0, choose="measure.rounding_draws=8")] = False
-    """Repeat that for every FP8 recipe that fits the model's sizes."""
     capture_limit_mib: Annotated[int, Range(0, 2**30, "MiB")] = 1024
     """If one step of gradients would take more, none are captured. If capture_steps is null, everything captured in
     addition to the gradients of step 1 must fit into it together."""

@@ -68,8 +68,10 @@ REMOVED: Mapping[str, Mapping[str, Any]] = {
     "cluster": {"bind_to_device": True, "container_image": None, "container_mounts": [], "gres": None},
     "engine": {"accumulate_unsharded": False, "unit_min_elements": 0, "prefetch_limit_bytes": None},
     "ckpt": {"background": False},
+    "measure": {"rounding_fp8": False},
 }
-"""Settings of stored runs that are none today, each with its default, which signatures still have."""
+"""Settings of stored runs that are none today, each with its default, which signatures still have, but for those of
+`ADDED`."""
 
 SHORT = 8
 
@@ -96,8 +98,8 @@ def canonical(config: dict[str, Any]) -> str:
     kept = {key: value for key, value in config.items() if key not in EXCLUDED}
     for group in kept.keys() & {*ADDED, *REMOVED, *RENAMED}:
         later, former = ADDED.get(group, {}), RENAMED.get(group, {})
-        own = {key: value for key, value in kept[group].items() if key not in later or value != later[key]}
-        kept[group] = dict(REMOVED.get(group, {})) | {former.get(key, key): value for key, value in own.items()}
+        own = (REMOVED.get(group, {}) | kept[group]).items()
+        kept[group] = {former.get(key, key): value for key, value in own if key not in later or value != later[key]}
     if kept.get("sharp", {}).get("group") == "default" and config.get("cluster", {}).get("device", "cpu") == "cpu":
         kept["sharp"] = kept["sharp"] | {"group": "none"}
     return json.dumps(kept, sort_keys=True, separators=(",", ":"), allow_nan=False)

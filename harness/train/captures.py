@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from harness.config.captured import captured
-from harness.config.derived import fitting, global_microbatches
+from harness.config.derived import global_microbatches
 from harness.config.schema import OptimizerName
 from harness.config.update_rule import Rule
 from harness.control import Control
@@ -147,9 +147,7 @@ class Captures(Callback):
         """The rules allow this for one fp64 process only."""
         engine, draws = self.session.engine, self.config.measure.rounding_draws
         assert isinstance(engine, SingleEngine)
-        recipes = [each.name for each in fitting(self.config.model)] if self.config.measure.rounding_fp8 else []
-        seed = self.config.train.seed
-        found = moves(engine.workload.loss, engine.model, microbatches, COMPUTED, draws, seed, recipes)
+        found = moves(engine.workload.loss, engine.model, microbatches, COMPUTED, draws, self.config.train.seed)
         write_rounding(self.folder, step, draws, found)
 
     def looking(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

@@ -264,7 +264,7 @@ def zoom(arm: Path, control: Path, tensor: str, *, step: int = 1) -> str:
     pair = compare_tensor(tensor, left.captures[step], right.captures[step])
     envelope = Envelope.of(left, right)
     whole = envelope.tensor(tensor, pair.numel)
-    allowed = envelope.scale(pair.standard_error, pair.residual, tensor)
+    allowed = envelope.scale(pair.standard_error, pair.residual)
     lines = [
         f"{tensor} at step {step}, {pair.numel} elements, norm {pair.norm:.6g} in the control",
         f"distance  {percent(pair.distance)} of the norm; rounding explains {percent(whole)} at step 1",

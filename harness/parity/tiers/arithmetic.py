@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from harness.config.capabilities import ENGINES
 from harness.config.derived import ODD_KERNEL, model_parameters, own_sum
-from harness.config.roundoff import FP8_UNIT, RMS, SIXTEEN_BITS, UNIT, lost_in_integers, reach_name
+from harness.config.roundoff import FP8_UNIT, RMS, SIXTEEN_BITS, UNIT, lost_in_integers
 from harness.config.schema import Dtype, EngineName, ModelConfig, ModelFamily
 from harness.parity.tiers.comparable import global_microbatches, microbatches_per_rank
 
@@ -279,8 +279,7 @@ class Arithmetic:
         The loss is one number of few draws and gets their margin. In fp64, first-order errors are those of fp32 times
         the ratio of units.
         """
-        known = "fp32" if self.compute == "fp64" else reach_name(self.compute, self.fp8)
-        seen = reach.get(known, {}).get("", {})
+        seen = reach.get("fp32" if self.compute == "fp64" else self.compute, {}).get("", {})
         if self.family is not ModelFamily.ext or "distance" not in seen:
             return self
         factor = UNIT["fp64"] / UNIT["fp32"] if self.compute == "fp64" else 1.0

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from harness.config.roundoff import RMS, SIXTEEN_BITS, UNIT, reach_name
+from harness.config.roundoff import RMS, SIXTEEN_BITS, UNIT
 from harness.config.schema import ModelFamily
 from harness.parity.record import Record
 from harness.parity.tiers.arithmetic import RARE, SAFETY, SIGMAS, Arithmetic, margin, of_piece
@@ -97,21 +97,12 @@ class Envelope:
 
     @cached_property
     def error(self) -> float:
-        """Relative error of both runs' gradients: counted, or for FP8 observed, if a perturbed reference exists."""
-        return math.hypot(*(self._of_fp8(run, "distance", run.gradient) for run in (self.arm, self.control)))
-
-    def _of_fp8(self, run: Arithmetic, key: str, counted: float, name: str = "") -> float:
-        """Observed error of a run under FP8, reduction included; else the count."""
-        found = self.reach.get(reach_name(run.compute, run.fp8), {}).get(name) if run.fp8 else None
-        return counted if found is None else math.hypot(found[key], run.reduction)
-
-    def _tilts(self, name: str) -> float:
-        """Largest factor of FP8 operands on the gradient of a tensor, or of all (""), observed or counted."""
-        return sum(self._of_fp8(run, "scale", run.tilt / SAFETY, name) * SAFETY for run in self._with_fp8)
+        """Relative error of both runs' gradients, counted."""
+        return math.hypot(self.arm.gradient, self.control.gradient)
 
     @property
-    def _with_fp8(self) -> list[Arithmetic]:
-        return [run for run in (self.arm, self.control) if run.fp8]
+    def _tilts(self) -> float:
+        return self.arm.tilt + self.control.tilt
 
     def tensor(self, name: str, numel: int) -> float:
         """Largest relative distance of this tensor's gradient at step 1, observed or counted."""
@@ -123,8 +114,8 @@ class Envelope:
     def _moved(self, run: Arithmetic, name: str) -> float | None:
         if run.compute == "fp64":
             return run.gradient
-        found = self.reach.get(reach_name(run.compute, run.fp8), {}).get(name)
-        return None if found is None else math.hypot(found["distance"], run.reduction)
+        found = self.reach.get(run.compute, {}).get(name)
+        return None if found is None or run.fp8 else math.hypot(found["distance"], run.reduction)
 
     def share(self, pair: TensorPair) -> float:
         """Effect of rounding on a piece of this tensor, for comparison with pieces of others.
@@ -153,26 +144,25 @@ class Envelope:
         Errors of logits are independent over tokens, and averaged; the loss itself is rounded in fp32 or wider
         (microbatch means, their sum).
         """
-        tokens = math.sqrt(self.arm.tokens)
-        logits = (self._of_fp8(run, "loss", run.forward / tokens) for run in (self.arm, self.control))
-        return SAFETY * math.hypot(*logits) + 4 * UNIT[self._wide]
+        logits = math.hypot(self.arm.forward, self.control.forward) / math.sqrt(self.arm.tokens)
+        return SAFETY * logits + 4 * UNIT[self._wide]
 
     @property
     def _wide(self) -> str:
         return "fp64" if self.arm.compute == self.control.compute == "fp64" else "fp32"
 
-    def scale(self, standard_error: float, residual: float, name: str) -> float:
+    def scale(self, standard_error: float, residual: float) -> float:
         """Largest |b| of one tensor in g_arm = (1 + b) g_control + r.
 
         A pure factor leaves no residual, and rounding always does. So the coherent part of rounding is bounded by the
         residual as well as by `coherent`: two bf16 runs with equal bits but a factor 1 + 1/1024 differ.
         """
-        shared = min(self.arm.coherent + self.control.coherent + self._tilts(name), residual)
+        shared = min(self.arm.coherent + self.control.coherent + self._tilts, residual)
         return SIGMAS * standard_error + shared + self._scaling
 
     def global_scale(self, standard_error: float, residual: float) -> float:
         """Largest pooled b over all tensors, from the spread of the tensors' own."""
-        shared = min(self.arm.global_coherent + self.control.global_coherent + self._tilts(""), residual)
+        shared = min(self.arm.global_coherent + self.control.global_coherent + self._tilts, residual)
         return SIGMAS * standard_error + shared + self._scaling
 
     @property
@@ -184,7 +174,7 @@ class Envelope:
         """Largest relative difference of the gradient norm at step 1: a scale error, and the second-order share of a
         distance."""
         error = self.distance
-        coherent = self.arm.global_coherent + self.control.global_coherent + self._tilts("")
+        coherent = self.arm.global_coherent + self.control.global_coherent + self._tilts
         return error / math.sqrt(self.arm.tokens) + coherent + self._scaling + error**2 / 2
 
     @property

@@ -205,7 +205,7 @@ def _outliers(pairs: Sequence[TensorPair], envelope: Envelope) -> list[Finding]:
 
 
 def _scale(pair: TensorPair, envelope: Envelope, factors: Sequence[tuple[float, str]]) -> Finding:
-    allowed = envelope.scale(pair.standard_error, pair.residual, pair.name)
+    allowed = envelope.scale(pair.standard_error, pair.residual)
     if pair.numel < HANDFUL:
         allowed = max(allowed, envelope.tensor(pair.name, pair.numel))
     refuted = REFUTED * (allowed + _room(pair, envelope.rerouted_scale))
