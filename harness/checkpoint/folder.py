@@ -96,11 +96,10 @@ def read_verified(path: Path) -> Manifest:
     return manifest
 
 
-def newest_intact(folder: Path, ends: Iterable[str] = ("",)) -> Path | None:
-    """Newest checkpoint all bytes of which are right, in one process. ends: of names, such as `UNFINISHED`."""
-    for end in ends:
-        for path in sorted(folder.glob(f"{PREFIX}*[0-9]{end}"), reverse=True):
-            with suppress(Damaged):
-                read_verified(path)
-                return path
+def newest_intact(folder: Path) -> Path | None:
+    """Newest checkpoint all bytes of which are right, in one process."""
+    for path in (path_of(folder, step) for step in reversed(steps(folder))):
+        with suppress(Damaged):
+            read_verified(path)
+            return path
     return None

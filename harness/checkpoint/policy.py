@@ -43,11 +43,6 @@ class Checkpoint:
     """Step of another run's checkpoint that this run began from; its record begins after it."""
     wrong: tuple[str, ...] = ()
     layout: Mapping[str, Any] | None = None
-    passed_over: tuple[str, ...] = ()
-    cast: tuple[str, ...] = ()
-    """Rounded dtypes, "float32 to bfloat16"."""
-    skipped: tuple[str, ...] = ()
-    """Tensors that did not fit and were left unchanged (ckpt.strict=false)."""
 
 
 class Checkpoints:
@@ -148,14 +143,19 @@ class Checkpoints:
                 continue
             if passed and self.ranks.rank == 0:
                 self.warn(f"in {folder}, damaged and passed over: {'; '.join(passed)}. {path.name} is intact and used")
-            return self._take(path, manifest, engine, tuple(passed))
+            return self._take(path, manifest, engine)
 
     def _none_intact(self, folder: Path, passed: Sequence[str], only: Path | None) -> str:
-        """As rank 0 finds it, which alone reads what else lies there."""
-        source = self.config.ckpt.load
+        """Damage of each, and a way out, as rank 0 finds it, which alone reads what else lies there."""
+        source, bad, problem = self.config.ckpt.load, "; ".join(passed), ""
         begins = "begins at step 0" if source is None or folder != self.folder else f"begins from ckpt.load={source}"
         how = shlex.join(["rm", "-r", str(folder)]) if folder == self.folder else "ckpt.load=null"
-        problem = _none_intact(folder, passed, only, f"{how} {begins}") if self.ranks.rank == 0 else ""
+        if only is None:
+            problem = f"no checkpoint in {folder} is intact: {bad}. {how} {begins}"
+        elif self.ranks.rank == 0:
+            found = folders.newest_intact(folder)
+            way = f"ckpt.load={found} is intact" if found else f"No other in {folder} is intact; {how} {begins}"
+            problem = f"ckpt.load={only} is damaged: {bad}. {way}"
         return str(_everyone(problem, self.control)[0])
 
     def _verified(self, path: Path) -> tuple[Manifest | None, str]:
@@ -169,7 +169,7 @@ class Checkpoints:
         found = _everyone(wrong, self.control)
         return manifest, "; ".join(dict.fromkeys(each for each in found if each))
 
-    def _take(self, path: Path, manifest: Manifest, engine: Engine, passed: tuple[str, ...]) -> Checkpoint:
+    def _take(self, path: Path, manifest: Manifest, engine: Engine) -> Checkpoint:
         engine.expect({k: torch.empty(e.shape, dtype=dtype_of(e), device="meta") for k, e in manifest.tensors.items()})
         values, state = manifest.values, engine.state()
         if not (values["portable"] and state.portable) and values["layout"] != self.layout:
@@ -182,9 +182,7 @@ class Checkpoints:
         tensors = self._own(state.tensors, portable=state.portable)
         skipped = self._check_names(path, manifest, tensors)
         wanted = {key: tensor for key, tensor in tensors.items() if key not in skipped}
-        reader = Reader(path, manifest)
-        self._read(path, reader, wanted)
-        self._check_finite(path, reader)
+        self._read(path, Reader(path, manifest), wanted)
         state.adopt()
         self._restore_rng(path, manifest)
         wrong = self._differing(path, manifest, engine, skipped)
@@ -194,9 +192,6 @@ class Checkpoints:
             begins_after=values["record"]["begins_after"] if path.parent == self.folder else values["step"],
             wrong=wrong,
             layout=values["layout"],
-            passed_over=passed,
-            cast=_casts(manifest, wanted),
-            skipped=tuple(sorted(skipped)),
         )
 
     def _check_step(self, path: Path, values: Mapping[str, Any]) -> None:
@@ -205,17 +200,6 @@ class Checkpoints:
                 f"{path} is of step {values['step']}, and train.steps={self.config.train.steps} counts from the"
                 " beginning of training; nothing was loaded"
             )
-
-    def _check_finite(self, path: Path, reader: Reader) -> None:
-        found = set().union(*_everyone(sorted(reader.not_finite), self.control))
-        weights = sorted(key for key in found if key.startswith("weights/"))
-        if not weights:
-            return
-        problem = f"{path} holds weights that are no finite numbers: {', '.join(weights[:SHOWN])}"
-        if path.parent != self.folder and self.config.ckpt.strict:
-            raise ValueError(f"{problem}. Choose an earlier checkpoint; ckpt.strict=false takes it all the same")
-        if self.ranks.rank == 0:
-            self.warn(problem)
 
     def _check_position(self, path: Path, values: Mapping[str, Any]) -> None:
         here = data_position(self.config, values["step"])
@@ -352,27 +336,3 @@ def _dcp(what: str, call: Callable[[], object]) -> None:
 
 def _weights_first(key: str) -> tuple[bool, str]:
     return not key.startswith("weights/"), key
-
-
-def _casts(manifest: Manifest, tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
-    pairs = {
-        (dtype_of(manifest.tensors[key]), tensor.dtype) for key, tensor in tensors.items() if key in manifest.tensors
-    }
-    names = ((str(a).removeprefix("torch."), str(b).removeprefix("torch.")) for a, b in pairs if a is not b)
-    return tuple(sorted(f"{a} to {b}" for a, b in names))
-
-
-def _none_intact(folder: Path, passed: Sequence[str], only: Path | None, instead: str) -> str:
-    """Damage of each, and a way out. instead: how a run begins without them, and where."""
-    bad = "; ".join(passed)
-    if only is not None:
-        found = folders.newest_intact(folder)
-        way = f"ckpt.load={found} is intact" if found else f"No other in {folder} is intact; {instead}"
-        return f"ckpt.load={only} is damaged: {bad}. {way}"
-    found = folders.newest_intact(folder, (folders.UNFINISHED, folders.REPLACED))
-    if found is None:
-        return f"no checkpoint in {folder} is intact: {bad}. {instead}"
-    final = found.with_suffix("")
-    put = shlex.join(["mv", str(found), str(final)])
-    clear = f"{shlex.join(['rm', '-r', str(final)])} && " if final.exists() else ""
-    return f"no checkpoint in {folder} is intact: {bad}. An interrupted save left {found.name}, which is: {clear}{put}"

@@ -20,13 +20,10 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
-    MetadataIndex,
-    StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
-    LoadItemType,
     LoadPlan,
     LoadPlanner as DcpLoadPlanner,
     ReadItem,
@@ -41,17 +38,36 @@ from torch.futures import Future
 from harness.checkpoint import tensor_file
 from harness.checkpoint.manifest import Chunk, Damaged, FileEntry, Manifest, TensorEntry
 
-MAIN_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-
 
 @dataclass(frozen=True)
 class Stored:
-    file: str
-    name: str
+    chunk: Chunk
     entry: FileEntry
 
 
-class Writer(StorageWriter):
+class Unprepared:
+    """Methods that DCP calls before it moves data, where there is nothing to do."""
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Nothing is kept from one call to the next."""
+
+    def set_up_storage_writer(self, *_: Any, **__: Any) -> None:
+        """Nothing to prepare."""
+
+    set_up_storage_reader = set_up_storage_writer
+
+    def prepare_local_plan(self, plan: Any) -> Any:
+        return plan
+
+    def prepare_global_plan(self, plans: list[Any]) -> list[Any]:
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return Path(checkpoint_id).is_dir()
+
+
+class Writer(Unprepared, StorageWriter):
     """Writes this rank's chunks into one file; the coordinator writes the manifest at the end.
 
     Args: folder: exists; each rank adds `rank-<rank>.safetensors`. values: plain JSON for the manifest.
@@ -62,20 +78,8 @@ class Writer(StorageWriter):
         self.rank = rank
         self.values = dict(values)
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing is kept from one save to the next."""
-
-    def set_up_storage_writer(self, is_coordinator: bool, *_: Any, **__: Any) -> None:
-        """Nothing to prepare."""
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        return plans
-
     def write_data(self, plan: SavePlan, planner: DcpSavePlanner) -> Future[list[WriteResult]]:
-        """Raises `TypeError`: something is no tensor; it belongs into `values`. `OSError`: the disk is full, say."""
+        """Raises `TypeError`: something is no tensor; it belongs into `values`. Otherwise as `tensor_file.write`."""
         chunks = {_name(item): item for item in plan.items}
         refused = [item.index.fqn for item in plan.items if item.type is WriteItemType.BYTE_IO]
         if refused:
@@ -83,13 +87,12 @@ class Writer(StorageWriter):
         results: list[WriteResult] = []
         if chunks:
             name = f"rank-{self.rank:05d}.safetensors"
-            tensors = {each: _resolved(planner, item) for each, item in chunks.items()}
+            tensors: dict[str, Any] = {each: planner.resolve_data(item) for each, item in chunks.items()}
             written = tensor_file.write(self.folder / name, tensors)
             entry = FileEntry(written.bytes, written.xxh3)
-            results = [
-                WriteResult(item.index, tensors[each].nbytes, Stored(name, each, entry))
-                for each, item in chunks.items()
-            ]
+            for each, item in chunks.items():
+                chunk = Chunk(tuple(item.index.offset or ()), tuple(tensors[each].shape), name, each)
+                results.append(WriteResult(item.index, tensors[each].nbytes, Stored(chunk, entry)))
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done
@@ -98,10 +101,8 @@ class Writer(StorageWriter):
         files: dict[str, FileEntry] = {}
         chunks: dict[str, list[Chunk]] = {}
         for result in (each for found in results for each in found):
-            stored, key = result.storage_data, result.index.fqn
-            files[stored.file] = stored.entry
-            sizes = _sizes(metadata.state_dict_metadata[key], result.index)
-            chunks.setdefault(key, []).append(Chunk(tuple(result.index.offset or ()), sizes, stored.file, stored.name))
+            files[result.storage_data.chunk.file] = result.storage_data.entry
+            chunks.setdefault(result.index.fqn, []).append(result.storage_data.chunk)
         tensors = {
             key: TensorEntry(
                 str(entry.properties.dtype).removeprefix("torch."),
@@ -113,42 +114,20 @@ class Writer(StorageWriter):
         }
         Manifest(tensors, files, self.values).write(self.folder)
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return Path(checkpoint_id).is_dir()
 
-    def storage_meta(self) -> StorageMeta | None:
-        return None
-
-
-class Reader(StorageReader):
+class Reader(Unprepared, StorageReader):
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.folder = folder
         self.manifest = manifest
         self.chunks = {(key, chunk.offsets): chunk for key, entry in manifest.tensors.items() for chunk in entry.chunks}
-        self.not_finite: set[str] = set()
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing is kept."""
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         return Metadata(state_dict_metadata={key: stored(entry) for key, entry in self.manifest.tensors.items()})
-
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *_: Any, **__: Any) -> None:
-        """Nothing to prepare."""
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
 
     def read_data(self, plan: LoadPlan, planner: DcpLoadPlanner) -> Future[None]:
         with ExitStack() as stack:
             opened: dict[str, Any] = {}
             for item in plan.items:
-                if item.type is LoadItemType.BYTE_IO:
-                    raise TypeError(f"{item.storage_index.fqn} is no tensor, and nothing pickled is read here")
                 chunk = self.chunks[item.storage_index.fqn, tuple(item.storage_index.offset or ())]
                 if chunk.file not in opened:
                     opened[chunk.file] = stack.enter_context(safe_open(self.folder / chunk.file, framework="pt"))
@@ -157,8 +136,6 @@ class Reader(StorageReader):
                 ranges = zip(item.storage_offsets, item.lengths, strict=True)
                 target = planner.resolve_tensor(item).detach()
                 self._deliver(held[tuple(slice(begin, begin + size) for begin, size in ranges)], item, target)
-                if target.dtype in MAIN_DTYPES and not torch.isfinite(target).all():
-                    self.not_finite.add(item.dest_index.fqn)
                 planner.commit_tensor(item, target)
         done: Future[None] = Future()
         done.set_result(None)
@@ -167,10 +144,6 @@ class Reader(StorageReader):
     def _deliver(self, part: Tensor, item: ReadItem, target: Tensor) -> None:
         """Fill the target; another dtype is rounded to nearest, ties to even, as by `Tensor.copy_`."""
         target.copy_(part)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return Path(checkpoint_id).is_dir()
 
 
 class Comparer(Reader):
@@ -224,20 +197,6 @@ def whole_tensor(folder: Path, entry: TensorEntry) -> Tensor:
 def _name(item: WriteItem) -> str:
     offsets = ",".join(map(str, item.index.offset or ()))
     return f"{item.index.fqn}@{offsets}" if any(item.index.offset or ()) else item.index.fqn
-
-
-def _resolved(planner: DcpSavePlanner, item: WriteItem) -> Tensor:
-    tensor = planner.resolve_data(item)
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{item.index.fqn} is no tensor, and nothing is pickled here")
-    return tensor
-
-
-def _sizes(entry: Any, index: MetadataIndex) -> tuple[int, ...]:
-    for chunk in entry.chunks:
-        if index.offset is None or chunk.offsets == index.offset:
-            return tuple(chunk.sizes)
-    raise LookupError(f"{index.fqn} has no chunk at {index.offset}")
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:

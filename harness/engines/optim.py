@@ -12,7 +12,7 @@ are computed again in fp64; every rank sees the same total, so all of them do.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -88,13 +88,6 @@ def own_class(config: OptimizerConfig) -> Callable[..., torch.optim.Optimizer]:
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
     for group in optimizer.param_groups:
         group["lr"] = lr
-
-
-@torch.no_grad()
-def global_norm(tensors: Iterable[Tensor]) -> float:
-    """Euclidean norm over all elements of all tensors, squares summed in fp64."""
-    held = list(tensors)
-    return math.sqrt(sum_of_squares(held, held[0].device).item())
 
 
 def clip_coefficient(norm: float, clip_norm: float | None) -> float:

@@ -129,8 +129,7 @@ class Loop:
         if loaded is not None:
             self.initial_weights, self.saved_step = loaded.initial_weights, loaded.step
             self.begins_after = loaded.begins_after
-            kept = {name: getattr(loaded, name) for name in ("step", "wrong", "passed_over", "cast", "skipped")}
-            self.restored = {**kept, "layout": dict(loaded.layout or {})}
+            self.restored = {"step": loaded.step, "wrong": loaded.wrong, "layout": dict(loaded.layout or {})}
         if not self.initial_weights:  # another tool's files do not tell
             with session.meters.paused():
                 weights = session.engine.named_weights()

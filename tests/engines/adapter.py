@@ -97,7 +97,7 @@ class Adapter(Engine):
 
     def step(self, lr: float) -> float:
         """Every rank has the whole gradient, so every rank finds the same norm."""
-        norm = optim.global_norm(flat.gradients for flat in self.flats.values())
+        norm = optim.euclidean_norm([flat.gradients for flat in self.flats.values()], self.ranks.device)
         coefficient = optim.clip_coefficient(norm, self.config.optimizer.clip_norm)
         for flat in self.flats.values():
             flat.main.grad = flat.gradients[flat.mine] * coefficient

@@ -6,7 +6,6 @@ import errno
 import json
 import re
 import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -72,43 +71,12 @@ def signed_again(path: Path, change: Callable[[dict[str, Any]], object]) -> None
     file.write_text(json.dumps({**body, "sha256": manifest._sum(body)}))
 
 
-def chunks(body: dict[str, Any]) -> list[dict[str, Any]]:
-    """Those of some weight."""
-    found: list[dict[str, Any]] = body["tensors"]["weights/embedding.weight"]["chunks"]
-    return found
-
-
-def overlapping(body: dict[str, Any]) -> None:
-    """Two chunks that are as large as their tensor together, and share a row."""
-    (first,) = chunks(body)
-    rows = first["sizes"][0]
-    second = {
-        **first,
-        "offsets": [rows - 2, 0],
-        "sizes": [1, first["sizes"][1]],
-        "name": f"{first['name']}@{rows - 2},0",
-    }
-    first["sizes"][0] = rows - 1
-    chunks(body).append(second)
-
-
-def swapped(body: dict[str, Any]) -> None:
-    """Two tensors of one shape under each other's names."""
-    one, other = (body["tensors"][f"weights/blocks.0.{name}_norm.weight"]["chunks"][0] for name in ("attention", "ffn"))
-    one["name"], other["name"] = other["name"], one["name"]
-
-
 def replaced_by_a_device(path: Path) -> None:
     path.unlink()
     path.symlink_to("/dev/zero")
 
 
 DAMAGE = {
-    "a chunk dropped": lambda p: signed_again(p, lambda body: chunks(body).pop()),
-    "a chunk twice": lambda p: signed_again(p, lambda body: chunks(body).append(chunks(body)[0])),
-    "a chunk beyond its tensor": lambda p: signed_again(p, lambda body: chunks(body)[0]["offsets"].__setitem__(0, 1)),
-    "chunks that overlap": lambda p: signed_again(p, overlapping),
-    "chunks swapped": lambda p: signed_again(p, swapped),
     "no step": lambda p: signed_again(p, lambda body: body["values"].pop("step")),
     "a file without a sum": lambda p: signed_again(p, lambda body: body["files"].clear()),
     "a file outside": lambda p: signed_again(p, lambda body: body["files"].update({"../x": body["files"][RANK_FILE]})),
@@ -136,15 +104,15 @@ def test_falls_back_to_the_newest_intact_one_and_says_so(folder: Path, how: str)
     weights = keep_both(folder)
     engine = build(small_config(train__seed=9))
     told: list[str] = []
-    assert loaded(checkpoints(folder, told), engine) == (2, ())
+    assert loaded(checkpoints(folder, told), engine) == 2
     assert told == []
     DAMAGE[how](folder / "step-000002")
-    step, passed = loaded(checkpoints(folder, told), engine)
+    step = loaded(checkpoints(folder, told), engine)
     assert step == 1
     assert all(torch.equal(weight, weights[1][name]) for name, weight in engine.named_weights())
     if how == "unpublished":
         return  # a torn save is nobody's checkpoint
-    assert len(passed) == len(told) == 1
+    assert len(told) == 1
     assert "step-000002: " in told[0]
     assert told[0].endswith("step-000001 is intact and used")
     assert "remove" not in told[0]
@@ -153,11 +121,11 @@ def test_falls_back_to_the_newest_intact_one_and_says_so(folder: Path, how: str)
         checkpoints(folder).load_newest(engine)
 
 
-def loaded(held: Checkpoints, engine: Any) -> tuple[int, tuple[str, ...]]:
+def loaded(held: Checkpoints, engine: Any) -> int:
     found = held.load_newest(engine)
     assert isinstance(found, Checkpoint)
     assert found.wrong == ()
-    return found.step, found.passed_over
+    return found.step
 
 
 def test_the_message_names_the_damage(folder: Path) -> None:
@@ -178,7 +146,7 @@ def test_only_the_newest_are_kept_and_leftovers_go(folder: Path) -> None:
     manifest = Manifest.read(folder / "step-000004")
     shape = {"strategy": "no_shard", "outer": "no_shard", "world_size": 1, "dp_outer": 1}
     assert manifest.values["layout"] == {"engine": "single", **shape, "main_params": "fp32"}
-    assert manifest.files[RANK_FILE].bytes == (folder / "step-000004" / RANK_FILE).stat().st_size == manifest.bytes
+    assert manifest.files[RANK_FILE].bytes == (folder / "step-000004" / RANK_FILE).stat().st_size
 
 
 def test_nothing_on_the_disk_is_a_pickle(folder: Path) -> None:
@@ -235,9 +203,6 @@ def test_relaxed_what_fits_is_taken_and_the_rest_is_named(folder: Path) -> None:
     assert found.wrong == ()
     for name, weight in engine.named_weights():
         assert torch.equal(weight, weights.get(name, own[name]))
-    assert {key for key in found.skipped if key.startswith("weights/")} == {
-        f"weights/{n}" for n in own.keys() - weights
-    }
     assert "names do not fit" in told[0]
 
 
@@ -269,9 +234,9 @@ def test_full_disk_keeps_the_older_one(folder: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(RuntimeError, match=r"checkpoint: rank 0 cannot write .*No space left on device"):
         checkpoints(folder).save(engine, 2, "")
     monkeypatch.undo()
-    assert loaded(checkpoints(folder), engine) == (1, ())
+    assert loaded(checkpoints(folder), engine) == 1
     checkpoints(folder).save(engine, 2, "")
-    assert loaded(checkpoints(folder), engine) == (2, ())
+    assert loaded(checkpoints(folder), engine) == 2
 
 
 def test_replacing_a_checkpoint_leaves_one_at_every_moment(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,10 +244,10 @@ def test_replacing_a_checkpoint_leaves_one_at_every_moment(folder: Path, monkeyp
     DAMAGE["flipped bit in the data"](folder / "step-000002")
     engine = build(small_config())
     held = checkpoints(folder)
-    assert loaded(held, engine)[0] == 1
+    assert loaded(held, engine) == 1
     monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)  # killed before anything old was removed
     held.save(engine, 2, "digest")
-    assert loaded(held, engine) == (2, ())
+    assert loaded(held, engine) == 2
     assert all(torch.equal(weight, weights[1][name]) for name, weight in engine.named_weights())
 
 
@@ -293,25 +258,10 @@ def test_a_damaged_newer_one_does_not_push_out_what_was_saved_after_it(folder: P
     DAMAGE["flipped bit in the data"](folder / "step-000009")
     engine = build(small_config())
     held = checkpoints(folder, ckpt__keep=1)
-    assert loaded(held, engine)[0] == 1
+    assert loaded(held, engine) == 1
     held.save(engine, 2, "digest")
     assert [path.name for path in folder.iterdir()] == ["step-000002"]
-    assert loaded(held, engine) == (2, ())
-
-
-def test_another_runs_weights_that_are_no_numbers_are_refused_and_ones_own_are_told(tmp_path: Path) -> None:
-    engine = build(small_config())
-    with torch.no_grad():
-        engine.weights["head.norm.weight"][3] = float("nan")  # type: ignore[attr-defined]
-    checkpoints(tmp_path / "ckpt").save(engine, 1, "digest")
-    wanted = {"ckpt__load": str(tmp_path / "ckpt")}
-    with pytest.raises(ValueError, match=r"no finite numbers: weights/head\.norm\.weight.*ckpt\.strict=false"):
-        checkpoints(tmp_path / "other", **wanted).load_newest(build(small_config()))
-    for folder, changes in (("other", {**wanted, "ckpt__strict": False}), ("ckpt", {})):
-        told: list[str] = []
-        assert checkpoints(tmp_path / folder, told, **changes).load_newest(build(small_config())) is not None
-        assert len(told) == 1
-        assert "weights/head.norm.weight" in told[0]
+    assert loaded(held, engine) == 2
 
 
 def test_a_checkpoint_beyond_the_end_of_the_run_is_refused(tmp_path: Path) -> None:
@@ -341,19 +291,6 @@ def test_an_intact_one_beside_a_damaged_one_that_was_named_is_told(tmp_path: Pat
     assert advice(folder, tmp_path / "own", folder) == "ckpt.load=null begins at step 0"
     assert advice(folder, folder) == f"rm -r {folder} begins at step 0"
     assert advice(folder, folder, tmp_path / "x") == f"rm -r {folder} begins from ckpt.load={tmp_path / 'x'}"
-
-
-@pytest.mark.parametrize("left", [".tmp", ".old"])
-def test_what_an_interrupted_save_left_is_told_with_the_command_that_takes_it(tmp_path: Path, left: str) -> None:
-    folder = tmp_path / "ckpt"
-    keep_both(folder)
-    shutil.rmtree(folder / "step-000001")
-    shutil.copytree(folder / "step-000002", folder / f"step-000002{left}")
-    DAMAGE["torn manifest"](folder / "step-000002")
-    said = advice(folder, folder)
-    assert said.startswith(f"An interrupted save left step-000002{left}, which is: ")
-    subprocess.run(said.partition(": ")[2], shell=True, check=True)
-    assert loaded(checkpoints(folder), build(small_config())) == (2, ())
 
 
 @pytest.mark.parametrize(

@@ -71,8 +71,8 @@ class ClipsByLocalNorm(Adapter):
     """Reports the right norm, and clips by that of this rank's part."""
 
     def step(self, lr: float) -> float:
-        mine = optim.global_norm(flat.gradients[flat.mine] for flat in self.flats.values())
-        norm = optim.global_norm(flat.gradients for flat in self.flats.values())
+        mine = optim.euclidean_norm([flat.gradients[flat.mine] for flat in self.flats.values()], self.ranks.device)
+        norm = optim.euclidean_norm([flat.gradients for flat in self.flats.values()], self.ranks.device)
         clip, self.config.optimizer.clip_norm = self.config.optimizer.clip_norm, None
         for flat in self.flats.values():
             flat.gradients.mul_(optim.clip_coefficient(mine, clip))
@@ -148,7 +148,7 @@ class SkipsNonFinite(Adapter):
     """Leaves out a step whose gradients are no numbers, as loss scaling does."""
 
     def step(self, lr: float) -> float:
-        norm = optim.global_norm(flat.gradients for flat in self.flats.values())
+        norm = optim.euclidean_norm([flat.gradients for flat in self.flats.values()], self.ranks.device)
         if norm == norm:
             return super().step(lr)
         for flat in self.flats.values():
