@@ -62,7 +62,7 @@ class Pair:
 def pairs() -> Iterator[Pair]:
     """Every fault that judges may see against its baseline, then each baseline against DDP, which it must pass."""
     baselines: dict[tuple[str, ...], Pair] = {}
-    for fault in (each for each in corpus().values() if each.edition <= STUDIED and not each.is_held_out):
+    for fault in (each for each in corpus().values() if each.edition <= STUDIED):
         baseline = (*BASE, *(("ckpt=last",) if fault.resumes else ()), *fault.cell)
         yield Pair(Kind.faulty, fault.name, (*baseline, *fault.asked(strength="full")), baseline, fault.resumes)
         baselines.setdefault(baseline, Pair(Kind.clean, f"baseline of {fault.name}", baseline, reference(baseline)))

@@ -6,12 +6,10 @@ make.
 [Note: Strength] `full` is the fault as reported. `middle` and `weak` are a tenth and a hundredth of it: the wrong part
 of a number times 0.1 or 0.01, or that share of the elements; a fault of precision keeps 8, 11 or 16 significant bits.
 
-[Note: Edition] Faults come in editions. Those of the edition that is `SEALED` were written by somebody who had not seen
-the judges, and no judge has seen them: nothing but the campaign over whole runs may hold one against a verdict, once,
-after judges were frozen. Then `SEALED` becomes 0, and what is asked of other faults is asked of them. So it was with
-edition 2, judged at commit b20c64d (docs/records/power.md). Edition 3 was written with the judges in mind, and no
-campaign has it. Edition 5 (`fresh.py`) was judged once, in the classes of `benchmarks/power/classes.py`, after judges
-were mended for an edition 4 that is no more; studies of the first steps never have it.
+[Note: Edition] Edition 2 was written by somebody who had not seen the judges, and judged once, at commit b20c64d, after
+judges were frozen (docs/records/power.md). Edition 3 was written with the judges in mind, and no campaign has it.
+Edition 5 (`fresh.py`) was judged once, in the classes of `benchmarks/power/classes.py`, after judges were mended for an
+edition 4 that is no more; studies of the first steps never have it.
 
 [Note: Late] `fault.begins_at` names the step from which on a fault acts. Whatever it needs to know of earlier steps (a
 stale gradient) it has seen by then. What acts once, at a moment of its own (a resume, the end), takes no step.
@@ -19,7 +17,7 @@ stale gradient) it has seen by then. What acts once, at a moment of its own (a r
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -32,9 +30,6 @@ from harness.fsdp.vocabulary import Strategy
 
 BITS = {"full": 8, "middle": 11, "weak": 16}
 """Significant bits that a fault of precision keeps: those of bf16, those of fp16, and a third of what fp32 drops."""
-
-SEALED = 0
-"""The edition that no judge has seen; 0: there is none. See [Note: Edition]."""
 
 
 @dataclass(frozen=True)
@@ -66,11 +61,6 @@ class Fault:
     """Where the fault was reported; empty for a family."""
     edition: int = 1
     """When the fault came into the corpus; see [Note: Edition]."""
-
-    @property
-    def is_held_out(self) -> bool:
-        """Whether no judge has seen the fault."""
-        return self.edition == SEALED
 
     def asked(self, *, strength: str = "full", begins_at: int = 1) -> tuple[str, ...]:
         """Overrides that ask for the fault, beside those of its cell."""
@@ -134,22 +124,11 @@ DECLARED = [
 
 @cache
 def corpus() -> Mapping[str, Fault]:
-    """Every fault by name, in alphabetical order: the reported ones first. Imports torch.
-
-    Raises:
-        ValueError: two faults have one name.
-    """
+    """Every fault by name, in alphabetical order: the reported ones first. Imports torch."""
     package = __name__.rpartition(".")[0]
     for file in iter_modules(import_module(package).__path__):
         if not file.name.startswith("test_"):
             import_module(f"{package}.{file.name}")
     found = {fault.name: fault for fault in sorted(DECLARED, key=lambda fault: fault.name)}
-    if len(found) < len(DECLARED):
-        raise ValueError(f"declared twice: {', '.join(twice([fault.name for fault in DECLARED]))}")
+    assert len(found) == len(DECLARED), "two faults have one name"
     return found
-
-
-def twice(names: Iterable[str]) -> list[str]:
-    """Names that come more than once."""
-    seen: set[str] = set()
-    return sorted({name for name in names if name in seen or seen.add(name)})

@@ -39,7 +39,6 @@ def _behind(site: Site, is_late: Callable[[int], bool]) -> None:
     edition=2,
 )
 def lagging_loader(site: Site) -> None:
-    """The last rank, from the second step on at the earliest."""
     if site.rank == site.size - 1:
         _behind(site, lambda step: step >= max(2, site.config.fault.begins_at))
 
@@ -64,7 +63,6 @@ def F31_data_repeated_on_resume(site: Site) -> None:
     edition=2,
 )
 def F32_host_buffer_reused(site: Site) -> None:
-    """On the last rank, a share of the last quarter of the tokens, one at least; targets arrive in time."""
     if site.rank != site.size - 1:
         return
     before: list[Tensor] = []
@@ -89,7 +87,6 @@ def F32_host_buffer_reused(site: Site) -> None:
     edition=3,
 )
 def shifted_targets(site: Site) -> None:
-    """On the last rank, in a share of each microbatch's rows, one at least."""
     last, begins = site.size - 1, site.config.fault.begins_at
 
     def shifted(rows: Any) -> Microbatch:
@@ -114,7 +111,6 @@ def shifted_targets(site: Site) -> None:
     edition=3,
 )
 def late_offset(site: Site) -> None:
-    """A share of the sequences that no step before has read, one at least, on every rank."""
     source, size, seed = site.loader.source, site.config.train.global_batch_size, site.config.data.order_seed
     ends = [(step - 1) * size for step in (site.config.fault.begins_at, site.config.train.steps + 1)]
     early, order = ([sequence_at(each, source.num_sequences, seed) for each in range(end)] for end in ends)

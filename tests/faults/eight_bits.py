@@ -63,7 +63,6 @@ def F29_amax_over_the_wrong_group(site: Site) -> None:
     recipes=("current", "block"),
 )
 def stale_scale(site: Site) -> None:
-    """The first bucket's weights keep what they were cast by, blended with what they should be cast by."""
     for bucket in site.buckets:
         for weight in getattr(bucket.codec, "weights", ()):
             _keep_scale(site, weight)
@@ -90,7 +89,6 @@ def _keep_scale(site: Site, weight: Any) -> None:
     recipes=HELD,
 )
 def stale_transposed_payload(site: Site) -> None:
-    """A share of the payload's rows is that of the step before, in the backward alone."""
     for layer in layers_of(site.model.module):
         held: dict[str, Tensor] = {}
 
@@ -126,7 +124,6 @@ def stale_transposed_payload(site: Site) -> None:
     report="NVIDIA/TransformerEngine, DelayedScaling through DCP: payloads off by one",
 )
 def F28_scale_made_again_on_resume(site: Site) -> None:
-    """Some numbers of the payload are off by one: the history has moved on since its scale was made."""
     histories = {each.scale.data_ptr(): each for layer in layers_of(site.model.module) if (each := layer.history)}
 
     def change(scale: Tensor, _: Tensor) -> None:

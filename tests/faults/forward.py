@@ -14,7 +14,6 @@ from tests.faults.site import Site, fault
 
 @fault("every rank is fed the first rank's tokens; the digests say otherwise", "gradient", cell=(ZERO3,))
 def same_batch(site: Site) -> None:
-    """A share of this rank's rows, one at least, is the first rank's."""
 
     def wrap(method: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(batch: Any, *, last: bool) -> Any:
@@ -76,7 +75,6 @@ def logged_loss(site: Site) -> None:
     report="facebookresearch/lingua PR 75",
 )
 def F15_untied_embedding(site: Site) -> None:
-    """The embedding's part of the tied gradient is lost."""
     embedding = next(module for module in site.model.module.modules() if isinstance(module, nn.Embedding))
 
     def lose(_module: nn.Module, _args: object, output: Tensor) -> Tensor:
@@ -92,7 +90,6 @@ def F15_untied_embedding(site: Site) -> None:
     report="facebookresearch/fairscale#780",
 )
 def F26_second_use_lost(site: Site) -> None:
-    """A module's second call in a forward computes with weights that take a part of no gradient."""
     for module in site.model.module.modules():
         own = [name for name, param in module._parameters.items() if param is not None and param.requires_grad]
         if own:
@@ -122,7 +119,6 @@ def _only_first_use(site: Site, module: nn.Module, own: list[str]) -> None:
 
 @fault("one rank's rows are held against the wrong tokens", "forward", cell=(ZERO3,))
 def wrong_targets(site: Site) -> None:
-    """On the last rank a share of the rows, one at least, is held against the tokens themselves."""
     if site.rank != site.size - 1:
         return
 

@@ -40,7 +40,6 @@ def F33_rotary_in_16_bits(site: Site) -> None:
     edition=2,
 )
 def positions_restart(site: Site) -> None:
-    """A share of a sequence's second half, one position at least, has the first positions' angles."""
 
     def change() -> None:
         length = site.config.data.seq_len
@@ -59,7 +58,6 @@ def positions_restart(site: Site) -> None:
     edition=2,
 )
 def F34_norm_epsilon(site: Site) -> None:
-    """The first block's first."""
     norm = site.model.module.blocks[0].attention_norm
 
     def change() -> None:
@@ -76,7 +74,6 @@ def F34_norm_epsilon(site: Site) -> None:
     edition=2,
 )
 def F35_heads_tiled(site: Site) -> None:
-    """In the first block: heads change places before attention, and go back after it."""
     attention, model = site.model.module.blocks[0].attention, site.config.model
     groups = model.num_heads // model.num_kv_heads
     order = torch.arange(model.num_heads).view(groups, model.num_kv_heads).T.flatten()
@@ -137,7 +134,6 @@ def last_target_dropped(site: Site) -> None:
     edition=2,
 )
 def F36_recomputed_otherwise(site: Site) -> None:
-    """As with another dropout mask: a tenth of the first block's normed stream is missing in the backward alone."""
 
     def lose(_module: nn.Module, _args: object, output: Tensor) -> Tensor:
         if not site.acts or torch._C._current_graph_task_id() == -1:
@@ -157,7 +153,6 @@ def F36_recomputed_otherwise(site: Site) -> None:
     edition=2,
 )
 def F37_padding_row_frozen(site: Site) -> None:
-    """Every sixteenth row of the embedding has no gradient."""
     embedding = next(module for module in site.model.module.modules() if isinstance(module, nn.Embedding))
 
     def lose(_module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
@@ -177,7 +172,6 @@ def F37_padding_row_frozen(site: Site) -> None:
     edition=2,
 )
 def F38_stale_activation(site: Site) -> None:
-    """The first block's down projection: what it hands on is right, and so is what it hands back."""
     before: list[Tensor] = []
 
     def mix(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
@@ -199,7 +193,6 @@ def F38_stale_activation(site: Site) -> None:
     edition=2,
 )
 def branch_not_differentiated(site: Site) -> None:
-    """The second block's gate: its own weights have their gradient."""
 
     def stop(_module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return (torch.lerp(args[0], args[0].detach(), site.amount),) if site.acts else args

@@ -66,7 +66,6 @@ def scale_of_tall_matrices(site: Site) -> None:
 
 @fault("what owners work out does not reach one rank", "optimizer", cell=(ZERO1, MUON), edition=3)
 def update_not_sent(site: Site) -> None:
-    """That rank's rows of matrices of others decay alone."""
 
     def wrap(finish: Callable[..., None]) -> Callable[..., None]:
         def wrapped(lane: Any, groups: Any) -> None:

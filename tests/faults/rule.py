@@ -52,7 +52,6 @@ def epsilon_inside_root(site: Site) -> None:
     edition=2,
 )
 def F42_decay_through_moments(site: Site) -> None:
-    """A share of the decay; what is left is decoupled."""
     decays = [group["weight_decay"] for group in site.engine.optimizer.param_groups]
 
     def change() -> None:
@@ -74,7 +73,6 @@ def F42_decay_through_moments(site: Site) -> None:
     edition=2,
 )
 def damped_momentum(site: Site) -> None:
-    """As with dampening equal to the momentum."""
 
     def change() -> None:
         for group in site.engine.optimizer.param_groups:
@@ -91,7 +89,6 @@ def damped_momentum(site: Site) -> None:
     edition=2,
 )
 def F43_average_left_in(site: Site) -> None:
-    """Once, between two steps: what remembers nine tenths of itself at every step."""
     averages = [piece.detach().clone() for bucket in site.buckets for piece in bucket.main_shards]
 
     def pieces() -> list[Tensor]:

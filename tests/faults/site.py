@@ -90,28 +90,23 @@ class Site:
 
     @property
     def acts(self) -> bool:
-        """Whether the fault has begun, and is not over."""
         begins = self.config.fault.begins_at
         return self.step == begins if self.only else self.step >= begins or begins == 1
 
     @property
     def amount(self) -> float:
-        """Share of the fault."""
         return AMOUNTS[self.config.fault.strength.name]
 
     @property
     def bits(self) -> int:
-        """Significant bits that a fault of precision keeps."""
         return BITS[self.config.fault.strength.name]
 
     @property
     def model(self) -> Any:
-        """The sharded model."""
         return self.engine.model
 
     @property
     def reduce(self) -> Any:
-        """The pipeline of reductions."""
         return self.model.engine.reduce
 
     @cached_property
@@ -121,11 +116,9 @@ class Site:
 
     @property
     def k(self) -> int:
-        """Microbatches a rank and step."""
         return self.config.train.global_batch_size // self.config.train.microbatch_size // self.size
 
     def begin(self, step: int) -> None:
-        """A step begins."""
         self.first = self.first or step
         self.step = step
         changes = [change for earliest, change in self._due if step >= earliest]
@@ -174,7 +167,6 @@ class Site:
         setattr(owner, name, wrapped if whole else chosen)
 
     def after(self, owner: Any, name: str, then: Callable[[], None], *, always: bool = False) -> None:
-        """Do something each time a method has returned."""
 
         def wrap(method: Callable[..., Any]) -> Callable[..., Any]:
             def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -188,7 +180,6 @@ class Site:
         self.around(owner, name, wrap, always=always)
 
     def before(self, owner: Any, name: str, first: Callable[[], None]) -> None:
-        """Do something each time a method is called."""
 
         def wrap(method: Callable[..., Any]) -> Callable[..., Any]:
             def wrapped(*args: Any, **kwargs: Any) -> Any:

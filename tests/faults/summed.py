@@ -36,7 +36,6 @@ def _late(
     report="NVIDIA/Megatron-LM PR 6187",
 )
 def F06_gradient_memory_reused(site: Site) -> None:
-    """In every third step, from the second on, a share of one shard is what lay there before."""
     victim = max(site.buckets, key=lambda bucket: bucket.layout.param_numel)
 
     def change(piece: Tensor, old: Tensor) -> None:
@@ -108,7 +107,6 @@ def drop_bucket(site: Site) -> None:
 
 @fault("the end of the last rank's shard is lost", "reduction", cell=(ZERO3,))
 def drop_tail(site: Site) -> None:
-    """The last sixteenth of the last rank's piece, of every bucket."""
 
     def then(buckets: list[ParamGroup]) -> None:
         if site.rank == site.size - 1:
@@ -147,7 +145,6 @@ def leaks_into_next_step(site: Site) -> None:
 
 @fault("summed gradients have noise of 1 %", "reduction", cell=(ZERO3,))
 def noisy_gradient(site: Site) -> None:
-    """Each element times 1 + 0.01 z, z normal."""
     generator = torch.Generator().manual_seed(site.rank)
 
     def then(buckets: list[ParamGroup]) -> None:

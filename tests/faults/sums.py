@@ -106,7 +106,6 @@ def _on_taken(site: Site, change: Callable[[ParamGroup, Tensor], object]) -> Non
     report="microsoft/DeepSpeed#966",
 )
 def F13_reduced_before_ready(site: Site) -> None:
-    """The largest parameter's gradient is not in the last microbatch's bucket."""
     last = [False]
     site.each_microbatch(lambda number: last.__setitem__(0, number == site.k))
     victim = max(site.buckets, key=lambda bucket: bucket.layout.param_numel)
@@ -125,7 +124,6 @@ def F13_reduced_before_ready(site: Site) -> None:
     cell=(ZERO3, "model=odd", "mesh.world_size=3", "train.global_batch_size=6", "train.microbatch_size=2"),
 )
 def garbage_in_padding(site: Site) -> None:
-    """Shards are summed as they are, what pads them included."""
 
     def change(bucket: ParamGroup, source: Tensor) -> None:
         for begin, end in bucket.layout.gaps:
@@ -170,13 +168,11 @@ def _within(site: Site, inside: float, outside: float) -> None:
     report="pytorch/pytorch#140183",
 )
 def F22_one_node_only(site: Site) -> None:
-    """Each half of the ranks has the mean of its own gradients."""
     _within(site, 1.0 + site.amount, 1.0 - site.amount)
 
 
 @fault("ranks are summed within pairs and averaged over all", "reduction", cell=(ZERO0, *FOUR))
 def inner_group_only(site: Site) -> None:
-    """The sum is the half's, the divisor is everybody's."""
     _within(site, 1.0, 1.0 - site.amount)
 
 
@@ -206,7 +202,6 @@ def round_contributions(site: Site) -> None:
     report="pytorch/pytorch PR 194434",
 )
 def F10_ranks_added_in_bf16(site: Site) -> None:
-    """Every partial sum is rounded."""
 
     def change(contributions: list[Tensor]) -> list[Tensor]:
         total = rounded(contributions[0], site.bits)
@@ -304,7 +299,6 @@ def offset_scatter(site: Site) -> None:
     edition=2,
 )
 def flushed_to_zero(site: Site) -> None:
-    """Below 2^-14, or a share of it."""
     limit = site.amount * 2.0**-14
     site.on_contributions(lambda contributions: [each.masked_fill(each.abs() < limit, 0.0) for each in contributions])
 
@@ -316,7 +310,6 @@ def flushed_to_zero(site: Site) -> None:
     edition=2,
 )
 def flipped_sign(site: Site) -> None:
-    """The middle one of what the last rank sends to the first; a share of it is lost twice."""
 
     def change(contributions: list[Tensor]) -> list[Tensor]:
         if site.rank == 0:

@@ -96,9 +96,3 @@ def test_the_fifth_edition_has_a_twin_of_one_step_for_each() -> None:
     found = [fault for fault in corpus.corpus().values() if fault.edition == 5]
     assert len(found) >= 40
     assert all(callable(getattr(fresh, f"{fault.name}_once")) for fault in found)
-
-
-def test_two_faults_of_one_name_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(corpus, "DECLARED", [*corpus.DECLARED, corpus.DECLARED[0]])
-    with pytest.raises(ValueError, match="declared twice: F01_duplicated_gradient"):
-        corpus.corpus.__wrapped__()

@@ -238,7 +238,6 @@ def round_momentum(site: Site) -> None:
 
 @fault("two parts of a shard's momentum change places", "weights", cell=(ZERO3,))
 def swapped_momentum(site: Site) -> None:
-    """Once, between two steps: the ends of both halves of the largest piece, or all of these halves."""
 
     def change() -> None:
         spans = site.model.engine.flat_steps[0]._spans.values()
@@ -297,7 +296,6 @@ def beta_of_a_group(site: Site) -> None:
 
 @fault("the optimizer steps with the learning rate of the step before", "optimizer", cell=(ZERO1,))
 def stale_lr(site: Site) -> None:
-    """The optimizer steps with the learning rate of the step before."""
     past: list[float] = []
 
     def wrap(step: Callable[[float], float]) -> Callable[[float], float]:
@@ -312,7 +310,6 @@ def stale_lr(site: Site) -> None:
 
 @fault("one step, the second or the one it begins at, is not taken", "optimizer", cell=(ZERO2,))
 def skipped_step(site: Site) -> None:
-    """A share of what the step changes is left undone, as if it had overflowed."""
 
     def change(weight: Tensor, old: Tensor) -> None:
         if site.step == max(2, site.config.fault.begins_at):

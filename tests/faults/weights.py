@@ -21,7 +21,6 @@ from tests.faults.summed import alike
     report="pytorch/torchtitan PR 1483",
 )
 def F19_permuted_shards(site: Site) -> None:
-    """A share of the first bucket's main weights lies one row of 64 further on."""
 
     def change() -> None:
         piece = share(site.buckets[0].main_shards[0], site.amount)
@@ -45,7 +44,6 @@ def others_of(bucket: ParamGroup) -> list[Tensor]:
     report="sgl-project/sglang#37768",
 )
 def F25_read_before_ready(site: Site) -> None:
-    """What other ranks own is what it was a step ago, whenever a unit's weights come."""
     before: dict[str, list[Tensor]] = {}
     now: dict[str, list[Tensor]] = {}
 
@@ -79,7 +77,6 @@ def F25_read_before_ready(site: Site) -> None:
     strategies=("optim_grads_params",),
 )
 def unwritten_gather(site: Site) -> None:
-    """In every third gather of a bucket the end of what another rank owns is not there yet."""
     seen = [0]
 
     def wrap(land: Callable[..., None]) -> Callable[..., None]:
@@ -103,7 +100,6 @@ def unwritten_gather(site: Site) -> None:
     strategies=("optim", "optim_grads"),
 )
 def stale_weights(site: Site) -> None:
-    """What other ranks own of the first bucket is not installed after a step."""
     bucket = site.buckets[0]
     held = [each.clone() for each in others_of(bucket)]
 
@@ -120,7 +116,6 @@ def stale_weights(site: Site) -> None:
 
 @fault("gathered weights are rounded to 16 bits on the way", "gather", cell=(ZERO3,))
 def round_gather(site: Site) -> None:
-    """What arrives from other ranks was rounded on the way."""
 
     def wrap(land: Callable[..., None]) -> Callable[..., None]:
         def wrapped(unit: Any) -> None:
@@ -137,7 +132,6 @@ def round_gather(site: Site) -> None:
 
 @fault("one replica's weights grow by a thousandth a step", "optimizer", cell=(ZERO0,))
 def replica_drift(site: Site) -> None:
-    """The last replica's weights come out of every step a little larger."""
     if site.rank != site.size - 1:
         return
 
@@ -157,7 +151,6 @@ def replica_drift(site: Site) -> None:
     strategies=("optim_grads_params",),
 )
 def gathered_element_off(site: Site) -> None:
-    """On the last rank, in what arrives of the first bucket that is gathered."""
     if site.rank != site.size - 1:
         return
 
@@ -183,7 +176,6 @@ def gathered_element_off(site: Site) -> None:
     edition=2,
 )
 def landed_in_one_buffer(site: Site) -> None:
-    """What others own of the second block is, to a share, what they own of the first."""
     first, second, *_ = alike(site)
     before: list[Tensor] = []
 
@@ -210,7 +202,6 @@ def landed_in_one_buffer(site: Site) -> None:
     edition=2,
 )
 def stale_in_backward(site: Site) -> None:
-    """The forward computes with what others own now, the backward with what they owned a step before."""
     before: dict[str, list[Tensor]] = {}
     now: dict[str, list[Tensor]] = {}
 
