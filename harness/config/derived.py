@@ -8,11 +8,9 @@ from typing import Any, NamedTuple
 
 from harness.config.own import capabilities_of
 from harness.config.schema import (
-    Backend,
     Config,
     Device,
     Dtype,
-    MeasureMode,
     ModelConfig,
     ModelFamily,
     OptimizerName,
@@ -64,16 +62,6 @@ def accumulate_dtype(cfg: Config) -> Dtype:
 def own_sum(wire: Dtype, sums_itself: bool) -> Dtype:
     """Default of `dtype.grad_accum`: the wire's dtype, and at least fp32 where an engine sums itself."""
     return Dtype.fp32 if sums_itself and wire.bytes < 4 else wire
-
-
-def against_forks(cfg: Config) -> list[str]:
-    against = {
-        "cluster=slurm": cfg.cluster.backend is Backend.slurm,
-        "cluster.device=cuda": cfg.cluster.device is Device.cuda,
-        "measure=bench": cfg.measure.mode is MeasureMode.bench,
-        "launch.inline=true": cfg.launch.inline,
-    }
-    return [setting for setting, given in against.items() if given]
 
 
 def engine_options(cfg: Config) -> dict[str, Any]:

@@ -52,6 +52,7 @@ SYNONYMS = _synonyms(
 
 REPLACED_KEYS = {
     "eager_limit_bytes": "engine.transport=backend sends all data over gloo, as engine.eager_limit_bytes=null did",
+    "fork": "each rank is a process of its own: leave it out",
     "gres": "cluster.additional={gres: gpu:h100:8}, with cluster.gpus_per_node=0, says the same",
     "grad_reduce_in_fp32": "dtype.grad_comm is what a reduction sends and dtype.main_grads what is stored and"
     " accumulated; fp32 in both is what grad_reduce_in_fp32=true meant",

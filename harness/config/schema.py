@@ -327,9 +327,6 @@ class LaunchConfig(Group):
     """After this time without a step, every rank's stack is dumped and the run ends."""
     stop_grace_s: Annotated[float, Range(0, 86_400, "seconds")] = 20.0
     """Time that ranks have to save after a request to stop, before they are killed."""
-    fork: Flag | None = None
-    """Fork ranks from a process that has already imported torch, which saves each rank the time of its imports. null:
-    do so where possible, that is, for untimed runs on CPUs of this machine under Linux."""
     nccl_log: NcclLog = NcclLog.setup
     """Log of NCCL in the attempt's folder on CUDA: none, setup (communicators, registrations), choices (a line for
     every collective as well)."""

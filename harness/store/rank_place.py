@@ -12,9 +12,6 @@ PARENT_PIPE = "HARNESS_LEASH_FD"
 PROGRESS = "HARNESS_PROGRESS_FD"
 """Descriptor of a rank's progress, a JSON object a line."""
 START = "HARNESS_START"
-FORK_FDS = (PARENT_PIPE, PROGRESS, "")
-"""Variables of a forked rank's descriptors, in order; the last, the run's lock, has none."""
-DIES_WITH = "HARNESS_DIES_WITH"
 FOREIGN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 """Variables of an outer launcher that must not leak into our ranks."""
 

@@ -11,8 +11,8 @@ ROOT = Path(__file__).resolve().parents[2]
 MOST_FILES, MOST_BYTES = 20, 12 * 2**20
 """Of a store with one run of 20 steps on two ranks: 0.87 MiB of weights, whose checkpoint takes 2.5 MiB."""
 
-MOST_PROCESSES = 7
-"""run.py, git, the fork server, and two ranks, each forked twice."""
+MOST_PROCESSES = 4
+"""run.py, git and two ranks."""
 COUNTER = """
 import sys
 

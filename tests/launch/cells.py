@@ -32,7 +32,7 @@ def make_cell(root: Path, *overrides: str) -> Cell:
     Its ranks are started by `worker_command`, which tests replace.
     """
     config = deepcopy(_small())
-    asked = OmegaConf.from_dotlist([f"launch.root={root}", "launch.fork=false", *overrides])
+    asked = OmegaConf.from_dotlist([f"launch.root={root}", *overrides])
     for group, settings in asked.items():
         config[group] = plain(OmegaConf.merge(_group(str(group)), {group: settings}))[group]
     return Cell(config, tuple(overrides))

@@ -58,7 +58,7 @@ class Launched:
         return self.run()
 
     def ranks(self) -> list[psutil.Process]:
-        """The rank processes, and the server that forked them, if one did."""
+        """The rank processes."""
         return psutil.Process(self.process.pid).children()
 
     def end(self) -> str:
@@ -98,8 +98,7 @@ def numbers(run: RunDir) -> list[tuple[object, ...]]:
 
 
 def test_kill_9_of_a_random_rank(launch):
-    """Of ranks that were started one by one; forked ones are killed in test_forking.py."""
-    launched = launch("train.steps=100000", "launch.fork=false")
+    launched = launch("train.steps=100000")
     run = launched.await_steps(3)
     ranks = launched.ranks()
     victim = random.choice(ranks)
@@ -147,6 +146,17 @@ def test_stopped_then_killed_and_asked_again_each_time_it_is_one_unbroken_run(la
     assert final_weights(run) == final_weights(baseline)
 
 
+def test_forks_of_a_program_have_the_bits_of_ranks_that_are_started(tmp_path: Path) -> None:
+    """Most tests of programs start them as forks of what has imported torch."""
+    found = []
+    for forked in (True, False):
+        launched = Launched(tmp_path / str(forked), "train.steps=20", forked=forked)
+        said = launched.end()
+        assert launched.process.returncode == 0, said
+        found.append((numbers(launched.run()), final_weights(launched.run())))
+    assert found[0] == found[1]
+
+
 def state_of(run: RunDir) -> State:
     found = run.status()
     assert found is not None
@@ -158,12 +168,12 @@ def final_weights(run: RunDir) -> str:
 
 
 @pytest.mark.parametrize(
-    ("fork", "asked", "code", "state"),
-    [("true", signal.SIGTERM, 75, State.preempted), ("false", signal.SIGINT, 130, State.cancelled)],
+    ("forked", "asked", "code", "state"),
+    [(True, signal.SIGTERM, 75, State.preempted), (False, signal.SIGINT, 130, State.cancelled)],
 )
-def test_asked_to_end_it_saves(launch, fork, asked, code, state):
+def test_asked_to_end_it_saves(launch, forked, asked, code, state):
     """Ctrl-C goes to every process of the terminal's group; ranks have groups of their own."""
-    launched = launch("train.steps=100000", f"launch.fork={fork}", forked=fork == "true")
+    launched = launch("train.steps=100000", forked=forked)
     run = launched.await_steps(2)
     ranks = launched.ranks()
     launched.process.send_signal(asked)

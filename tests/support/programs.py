@@ -1,12 +1,12 @@
 """Programs of this repository as forks of a process that has imported what they import.
 
-`python run.py ...` imports for half a second, and its fork server for two more; a fork of the server of
+`python run.py ...` imports for half a second, and each of its ranks for two more; a fork of the server of
 `tests.support.forking` has all that. It begins as a program would: its own working directory, environment, arguments
 and signals, as `__main__`, and nothing of what was imported has done anything yet. What a program starts is started the
-usual way, but for the fork server of its ranks, which is a fork of the program.
+usual way, but for its ranks, which are forks of the program.
 
 Some tests start every program for real: `tests/cli/test_run.py`, `tests/test_fresh_clone.py`, `tests/slurm`, and
-`tests/launch/test_forking.py` holds the bits of both ways against each other.
+`tests/launch/test_kills.py` holds the bits of both ways against each other.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import IO, Any
 from unittest import mock
 
 import pytest
@@ -40,13 +40,18 @@ IMPORTED = (
     "harness.worker.rank",
     "harness.worker.describe",
 )
+USED_BY_RANKS = (
+    *("torch", "torch._dynamo", "torch.distributed", "safetensors.torch", "pydantic.type_adapter"),
+    *("harness.worker.connect", "harness.worker.origin", "harness.data.loader", "harness.models.workload"),
+    *("harness.engines.protocol", "harness.engines.adapters.native", "harness.engines.adapters.ddp"),
+    *("harness.engines.adapters.single", "harness.probe.meters", "harness.train"),
+)
+"""Every optimizer imports `torch._dynamo` at its first step."""
 STARTING_S = 240.0
 """How long a busy machine may take to fork."""
 
 if multiprocessing.current_process().name == SERVER:  # there alone: it is what programs are forks of
-    for name in IMPORTED:
-        import_module(name)
-    for name in import_module("harness.worker.forkserver").USED_BY_ALL:
+    for name in (*IMPORTED, *USED_BY_RANKS):
         import_module(name)
 
 
@@ -169,8 +174,8 @@ def _be(
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), number)
     pid.with_suffix(".part").write_text(str(os.getpid()))
     pid.with_suffix(".part").rename(pid)
-    started = SimpleNamespace(Popen=_ForkedServer, DEVNULL=subprocess.DEVNULL)
-    with mock.patch("harness.launch.local.forking.subprocess", started):
+    started = SimpleNamespace(Popen=_ForkedRank, DEVNULL=subprocess.DEVNULL, STDOUT=subprocess.STDOUT)
+    with mock.patch("harness.launch.local.ranks.subprocess", started):
         code = _as_main(words)
         atexit._run_exitfuncs()
     sys.stdout.flush()
@@ -207,8 +212,8 @@ def _begin(env: Mapping[str, str], *, stdin: bool) -> None:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
 
 
-class _ForkedServer:
-    """`subprocess.Popen` of `harness.worker.forkserver`, as `ForkServer` calls it."""
+class _ForkedRank:
+    """`subprocess.Popen` of `harness.worker`, as `harness.launch.local.ranks` calls it."""
 
     def __init__(
         self,
@@ -216,12 +221,13 @@ class _ForkedServer:
         *,
         env: Mapping[str, str],
         stdin: int,
-        stdout: int,
+        stdout: IO[bytes],
         stderr: int,
         pass_fds: Sequence[int],
         process_group: int,
     ) -> None:
-        assert list(command[:-1]) == [sys.executable, "-P", "-m", "harness.worker.forkserver"], command
+        assert list(command[:4]) == [sys.executable, "-P", "-m", "harness.worker"], command
+        self.returncode: int | None = None
         sys.stdout.flush()
         sys.stderr.flush()
         self.pid = os.fork()
@@ -229,8 +235,8 @@ class _ForkedServer:
             os.setpgid(0, process_group)
             atexit._clear()
             _begin(env, stdin=True)
-            os.dup2(stdout, 1)
-            os.dup2(stderr, 2)
+            os.dup2(stdout.fileno(), 1)
+            os.dup2(stdout.fileno(), 2)
             _close_all_but({0, 1, 2, *pass_fds})
             os._exit(_as_main(list(command[1:])))
 
@@ -238,7 +244,9 @@ class _ForkedServer:
         os.kill(self.pid, number)
 
     def wait(self) -> int:
-        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        if self.returncode is None:
+            self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self.returncode
 
 
 def _close_all_but(kept: set[int]) -> None:

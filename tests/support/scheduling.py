@@ -53,7 +53,6 @@ SLOW = (
     "tests/fsdp/test_uneven.py",
     "tests/fsdp/test_watchdog.py",
     "tests/launch/test_ends.py",
-    "tests/launch/test_forking.py",
     "tests/launch/test_kills.py",
     "tests/models/test_eight_bits.py",
     "tests/models/test_tensor_parallel.py",

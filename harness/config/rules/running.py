@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from harness.config.captured import captured
-from harness.config.derived import against_forks, devices_per_node
+from harness.config.derived import devices_per_node
 from harness.config.doc import settings
 from harness.config.errors import Violation
 from harness.config.rules.request import STEP_LISTS, Request, rule
@@ -152,15 +152,6 @@ def nothing_secret_is_frozen(request: Request) -> Iterator[Violation]:
             subject = f"{path}={hidden}"
             fix = "leave it in the environment, which ranks inherit, or in a file that cluster.setup sources"
             yield Violation(subject, "holds a secret, and would be written into the run's directory", fix=fix)
-
-
-@rule()
-def forks_on_one_machine_untimed(request: Request) -> Iterator[Violation]:
-    """Forks break a touched device, and shared pages would distort a benchmark."""
-    for setting in against_forks(request.config) if request.config.launch.fork else ():
-        yield Violation(
-            "launch.fork=true", f"is for untimed CPU runs on this machine, not for {setting}", fix="launch.fork=null"
-        )
 
 
 STEP = "step-"

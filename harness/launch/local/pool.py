@@ -80,7 +80,6 @@ class Pool:
     _timing: Lock | None = None
     _told_to_wait: bool = False
     _several: bool = False
-    _asked: Asked = field(default_factory=Asked)
 
     def run(self, cells: Sequence[Cell]) -> list[int]:
         """Exit code of each cell that was started or is not done.
@@ -96,7 +95,7 @@ class Pool:
 
     def _run(self, waiting: list[Cell]) -> list[int]:
         with listening() as asked:
-            self._asked, heard = asked, 0
+            heard = 0
             while waiting or self._running:
                 while waiting and self._fits(waiting[0]):
                     self._try(waiting.pop(0))
@@ -152,8 +151,7 @@ class Pool:
                 self._codes.append(EXIT_BUSY)
             return
         devices = self._devices(cell)
-        listener, stops = self.on_start(opened[0]), self._asked.stops
-        self._running.append(LocalRun(*opened, listener, devices, lambda: stops[0] if stops else None))
+        self._running.append(LocalRun(*opened, self.on_start(opened[0]), devices))
 
     def _devices(self, cell: Cell) -> list[str]:
         if cell.typed.cluster.device is not Device.cuda:

@@ -9,8 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -18,7 +17,6 @@ import psutil
 
 from harness.config.rank_environment import run_environment
 from harness.config.schema import Config
-from harness.launch.local.forking import Adopted, NotForked, fork_rank, forks
 from harness.store.failure import Failure
 from harness.store.provenance import python_path
 from harness.store.rank_place import FOREIGN, PARENT_PIPE, PROGRESS, START, stop_signals_blocked
@@ -27,9 +25,7 @@ TAIL_BYTES = 2000
 
 
 class Rank:
-    def __init__(
-        self, number: int, process: subprocess.Popen[bytes] | Adopted, pipe: int, parent_pipe: int, log: Path
-    ) -> None:
+    def __init__(self, number: int, process: subprocess.Popen[bytes], pipe: int, parent_pipe: int, log: Path) -> None:
         self.number = number
         self.log = log
         self.text = ""
@@ -144,35 +140,21 @@ def start_ranks(
     *,
     start: str,
     lock: int,
-    is_over: Callable[[], bool],
     devices: Sequence[str] = (),
 ) -> list[Rank]:
     """Start every rank of a run; a rank ends when its pipe closes, also by our death.
 
-    Args: start: token of this start. lock: descriptor of the run's lock; ranks keep it until the last is gone. is_over:
-    whether nobody wants them any more. devices: one a rank; empty on CPU.
+    Args: start: token of this start. lock: descriptor of the run's lock; ranks keep it until the last is gone.
+    devices: one a rank; empty on CPU.
 
-    Raises `NotForked`: interrupted; ranks already there were ended. `OSError`: a rank cannot be started.
+    Raises `OSError`: a rank cannot be started; ranks already there were ended.
     """
     ranks: list[Rank] = []
-    fork: Fork | None = None
-    if forks(config):
-        imports = child_environment(run_environment(config), os.environ)
-        fork = partial(fork_rank, imports=imports, limit_s=config.launch.hang_timeout_s, is_over=is_over)
     try:
         for number in range(config.mesh.world_size):
             folder = run / "attempts" / str(attempt)
             variables = rank_environment(config, number, start=start, devices=tuple(devices), attempt=folder)
-            try:
-                ranks.append(_start_rank(run, attempt, number, variables, lock, fork))
-            except NotForked as error:
-                if is_over():
-                    raise
-                if config.launch.fork:
-                    log = folder / f"rank{number}.log"
-                    raise OSError(f"launch.fork=true: {error}; leave it out ({log} has what it said)") from error
-                fork = None  # processes of their own need no server, and tell why where imports are what failed
-                ranks.append(_start_rank(run, attempt, number, variables, lock, fork))
+            ranks.append(_start_rank(run, attempt, number, variables, lock))
     except BaseException:
         for rank in ranks:
             rank.close()
@@ -180,31 +162,23 @@ def start_ranks(
     return ranks
 
 
-Fork = Callable[[Mapping[str, Any], Sequence[int], int], Adopted]
-
-
-def _start_rank(run: Path, attempt: int, number: int, variables: dict[str, str], lock: int, fork: Fork | None) -> Rank:
+def _start_rank(run: Path, attempt: int, number: int, variables: dict[str, str], lock: int) -> Rank:
     log = run / "attempts" / str(attempt) / f"rank{number}.log"
     listening, telling = os.pipe()
     held, parent_pipe = os.pipe()
     descriptors = (held, telling, lock)
     environment = child_environment(variables | {PARENT_PIPE: str(held), PROGRESS: str(telling)}, os.environ)
-    process: subprocess.Popen[bytes] | Adopted
     try:
         with log.open("ab") as output, stop_signals_blocked():  # until the rank listens: it saves, and does not die
-            if fork is not None:
-                request = {"run": str(run.resolve()), "attempt": attempt, "environment": environment}
-                process = fork({**request, "folder": os.getcwd()}, descriptors, output.fileno())
-            else:
-                process = subprocess.Popen(
-                    worker_command(run, attempt),
-                    env=environment,
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    pass_fds=descriptors,
-                    process_group=0,  # a terminal's Ctrl-C is the launcher's, and one kill reaches all of a rank
-                )
+            process = subprocess.Popen(
+                worker_command(run, attempt),
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                pass_fds=descriptors,
+                process_group=0,  # a terminal's Ctrl-C is the launcher's, and one kill reaches all of a rank
+            )
     except BaseException:
         os.close(listening)
         os.close(parent_pipe)

@@ -20,7 +20,6 @@ from typing import Any
 
 from harness.config.rank_environment import run_environment
 from harness.config.schema import Config
-from harness.launch.local.forking import NotForked
 from harness.launch.local.ranks import Rank, start_ranks
 from harness.launch.opening import Opened
 from harness.store import failure, status
@@ -62,12 +61,10 @@ class LocalRun:
         lock: Lock,
         listener: Callable[[dict[str, Any]], None],
         devices: Sequence[str] = (),
-        asked: Callable[[], signal.Signals | None] = lambda: None,
     ) -> None:
         """Start the ranks. Owns `lock` from here on.
 
-        Args: listener: called with every message of every rank. asked: returns the signal that interrupted the request
-        during the start.
+        Args: listener: called with every message of every rank.
         """
         self.opened = opened
         self.config: Config = opened.cell.typed
@@ -88,12 +85,8 @@ class LocalRun:
                 self.config,
                 start=self._start,
                 lock=lock.fileno(),
-                is_over=lambda: asked() is not None or self._is_cancelled(),
                 devices=devices,
             )
-        except NotForked:
-            self.ranks = []
-            self._decide(*_end_of(asked()), 0.0)
         except BaseException as error:
             status.move(opened.run.path, opened.attempt, State.failed, f"ranks could not be started: {error}")
             lock.release()
@@ -110,14 +103,11 @@ class LocalRun:
         now = time.monotonic()
         if self._deadline is not None and now >= self._deadline:
             self._kill()
-        elif self._verdict is None and self._is_cancelled():
+        elif self._verdict is None and cancel_requested(self.opened.run.path, self.opened.attempt):
             self.cancel("cancelled on request")
         elif now - self._last_step > self.config.launch.hang_timeout_s and self._verdict is None:
             self._on_hang()
         return None
-
-    def _is_cancelled(self) -> bool:
-        return cancel_requested(self.opened.run.path, self.opened.attempt)
 
     def stop(self, asked: signal.Signals) -> None:
         self._stops += 1
@@ -194,15 +184,13 @@ class LocalRun:
         if codes == {0}:
             return Ended(State.done, self._own_reason(State.done))
         state, reason = self._verdict or (State.failed, "")
-        if codes and codes <= STOPPED:
+        if codes <= STOPPED:
             state = State.preempted if state is State.failed else state
             return Ended(state, self._own_reason(State.preempted, State.cancelled))
         failures = failure.ordered([found for rank in self.ranks if (found := rank.failure()) is not None])
         if state is State.failed or (self._stops and any(not each.echo for each in failures)):
             return self._failed(failures, reason)
-        if not self.ranks:
-            reason = f"{reason} before ranks were started"
-        elif self._stops:
+        if self._stops:
             grace = f" within launch.stop_grace_s={self.config.launch.stop_grace_s:g}" if self._stops == 1 else ""
             reason = f"{reason}; not saved{grace}"
         return Ended(state, reason)
@@ -240,9 +228,7 @@ class LocalRun:
         self._listener({"kind": "warning", "text": text})
 
 
-def _end_of(asked: signal.Signals | None) -> tuple[State, str]:
-    if asked is None:
-        return State.cancelled, "cancelled on request"
+def _end_of(asked: signal.Signals) -> tuple[State, str]:
     return State.cancelled if asked is signal.SIGINT else State.preempted, stop_reason(asked)
 
 
