@@ -51,7 +51,7 @@ class RankPlace:
         return self.launcher == "local"
 
 
-def rendezvous_folder(attempt: Path, start: str) -> Path:
+def rendezvous_file(attempt: Path, start: str) -> Path:
     return attempt / f"rendezvous-{start}"
 
 

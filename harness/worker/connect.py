@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from harness.fsdp import SharpOwnership
 from harness.probe.meters import note_before_rendezvous
 from harness.probe.network import SEVERAL_RANKS_A_DEVICE, loaded_version
 from harness.store.rank_place import RankPlace
-from harness.worker.rendezvous import LOOPBACK, interface_towards, meet, sign_pickles
+from harness.worker.rendezvous import LOOPBACK, interface_towards, meet
 
 MEETING_TIMEOUT_S = 600.0
 """Seconds that ranks wait for each other at the start: nodes load the environment at very different speeds."""
@@ -96,13 +95,13 @@ def _create(config: Config, place: RankPlace, attempt: Path, device: torch.devic
 
 
 def _store(config: Config, place: RankPlace, attempt: Path) -> Store:
-    met = meet(attempt, place, timeout_s=MEETING_TIMEOUT_S) if place.world_size > 1 else None
+    store: Store = HashStore()
+    host = LOOPBACK
+    if place.world_size > 1:
+        store, host = meet(attempt, place, timeout_s=MEETING_TIMEOUT_S)
     if config.cluster.interface is None:
-        _choose_interfaces(LOOPBACK if met is None else met.host)
-    if met is None:
-        return HashStore()
-    sign_pickles(met.signer)
-    return met.store
+        _choose_interfaces(host)
+    return store
 
 
 def _choose_interfaces(host: str) -> None:
@@ -130,13 +129,13 @@ def leave(ranks: Ranks, met_in: Path | None) -> None:
     """Leave the default group after a barrier, so that no rank takes another's end for a fault. Collective over all
     ranks.
 
-    met_in: folder of their rendezvous, which rank 0 removes; None if a launcher does.
+    met_in: file of their rendezvous, which rank 0 removes; None if a launcher does.
     """
     if ranks.world_size > 1:
         dist.barrier()
     dist.destroy_process_group()
     if met_in is not None and ranks.rank == 0:
-        shutil.rmtree(met_in, ignore_errors=True)
+        met_in.unlink(missing_ok=True)
 
 
 def device_index(local_rank: int, ranks_per_device: int, visible: int) -> int:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from harness.config.rank_environment import library_environment
 from harness.config.schema import Config, MeasureMode
 from harness.config.typed import load_config
-from harness.store.rank_place import RankPlace, rank_place, rendezvous_folder
+from harness.store.rank_place import RankPlace, rank_place, rendezvous_file
 from harness.store.rundir import RunDir
 from harness.store.screen import counted
 from harness.store.status import State
@@ -92,7 +92,7 @@ def _run(run: RunDir, place: RankPlace, reporter: Reporter, stop: StopFlag) -> i
             outcome = _train(run, config, ranks, stop, signs)
             # Before the last meeting: a rank that exits 75 early would have srun kill rank 0 while it requeues.
             code = _finish(run, place, reporter, stop, outcome, diverged)
-            connect.leave(ranks, None if place.watched else rendezvous_folder(reporter.folder, place.start))
+            connect.leave(ranks, None if place.watched else rendezvous_file(reporter.folder, place.start))
         finally:
             if place.launcher == "inline":
                 connect.abandon()

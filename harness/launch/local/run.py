@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import shutil
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -26,7 +25,7 @@ from harness.store import failure, status
 from harness.store.errors import StoreError
 from harness.store.failure import Failure
 from harness.store.files import Lock, write_atomic
-from harness.store.rank_place import RankPlace, rendezvous_folder, stop_reason
+from harness.store.rank_place import RankPlace, rendezvous_file, stop_reason
 from harness.store.reading import read_text
 from harness.store.rundir import cancel_requested
 from harness.store.screen import unfiltered
@@ -167,7 +166,7 @@ class LocalRun:
         self._listen()
         for rank in self.ranks:
             rank.close()
-        shutil.rmtree(rendezvous_folder(self._folder, self._start), ignore_errors=True)
+        rendezvous_file(self._folder, self._start).unlink(missing_ok=True)
         ended = self._judge()
         if ended.state is State.done:
             for path in self._folder.iterdir():  # logs and stacks with nothing in them
