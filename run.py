@@ -160,9 +160,11 @@ def work(answer: Answer, place: RankPlace) -> int:
     if answer.exit_code is not None:
         return answer.exit_code
     from harness.launch.terminal import RunDisplay, Terminal
+    from harness.store.rundir import RunDir
     from harness.worker import main as worker
 
-    display = RunDisplay(Terminal(), "") if place.rank == 0 else None
+    steps = RunDir(Path(answer.run)).setting("train.steps")
+    display = RunDisplay(Terminal(), steps) if place.rank == 0 else None
     place = replace(place, start=place.start or answer.start)
     with unfiltered():
         code = worker(Path(answer.run), answer.attempt, place, display)

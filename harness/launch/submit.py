@@ -8,7 +8,6 @@ from __future__ import annotations
 import shlex
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from harness.config.compose import Cell
 from harness.config.errors import refuse
@@ -21,7 +20,7 @@ from harness.launch.opening import Action, Decision, Opened, Sources, in_blocks,
 from harness.launch.slurm import submission
 from harness.launch.slurm.scheduler import Scheduler, SlurmError, ask, probe
 from harness.launch.slurm.submission import Batch
-from harness.launch.terminal import RunDisplay, Terminal
+from harness.launch.terminal import Listener, RunDisplay, Terminal
 from harness.launch.watch import wait_for
 from harness.store import commands, provenance, screen, status
 from harness.store.errors import EXIT_BUSY, StoreError
@@ -32,7 +31,6 @@ from harness.store.rundir import CONFIG, RunDir, Store, request_cancel
 from harness.store.status import MOVING, OWNER_LOCK, Keeper, State, Status
 from harness.store.study import judging_verb
 
-Listener = Callable[[dict[str, Any]], None]
 PREEMPTED = EXIT_CODES[State.preempted]
 
 
@@ -122,7 +120,7 @@ class _Request:
             self._terminal.update(f"{label}  {begun}")
         else:
             self._terminal.line(f"{self._place(opened.cell)}{opened.run.path}: {begun}")
-        return RunDisplay(self._terminal, label)
+        return RunDisplay(self._terminal, opened.cell.typed.train.steps, label)
 
     def _on_end(self, opened: Opened, ended: Ended) -> None:
         if ended.report:

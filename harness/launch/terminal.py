@@ -7,54 +7,64 @@ import statistics
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import IO, Any
 
 from harness.store import screen
+from harness.store.step_time import rates
 
 PLAIN_LINES = 10
 PLAIN_PAUSE_S = 15.0
 RECENT_STEPS = 20
 
 
-def progress_line(message: Mapping[str, Any], recent_s: float) -> str:
-    left = (message["steps"] - message["step"]) * recent_s
-    speed = message["tokens"] / recent_s if recent_s else 0.0
-    held_out, rate, peak = (message.get(name) for name in ("held_out", "flops", "peak_flops"))
+Listener = Callable[[Mapping[str, Any]], None]
+"""Called with the record of a step, or a `warning`."""
+
+
+def progress_line(record: Mapping[str, Any], steps: int, held_out: float | None, recent_s: float) -> str:
+    """Args: record: of the newest step. held_out: newest loss on held-out data. recent_s: usual time of a step."""
+    rate, memory = rates(record, recent_s), record["memory"]
+    num_bytes = memory["rss"] if memory["allocated"] is None else memory["allocated"]
     return (
-        f"step {message['step']}/{message['steps']}  loss {float(message['loss']):.4f}  "
-        + (f"held out {float(held_out):.4f}  " if held_out is not None else "")
-        + f"{1e3 * recent_s:.0f} ms/step  {screen.quantity(speed)} tokens/s  "
-        + (f"{rate / recent_s / 1e12:.3g} TFLOP/s  " if rate and recent_s else "")
-        + (f"MFU {100 * rate / recent_s / peak:.1f} %  " if rate and recent_s and peak else "")
-        + f"{message['memory_bytes'] / 2**20:.0f} MiB  ETA {screen.duration(left)}"
+        f"step {record['step']}/{steps}  loss {record['loss']:.4f}  "
+        + (f"held out {held_out:.4f}  " if held_out is not None else "")
+        + f"{1e3 * recent_s:.0f} ms/step  {screen.quantity(rate.get('tokens', 0.0))} tokens/s  "
+        + (f"{rate['tflops']:.3g} TFLOP/s  " if "tflops" in rate else "")
+        + (f"MFU {rate['mfu']:.1f} %  " if "mfu" in rate else "")
+        + f"{num_bytes / 2**20:.0f} MiB  ETA {screen.duration((steps - record['step']) * recent_s)}"
     )
 
 
 class RunDisplay:
-    def __init__(self, terminal: Terminal, label: str) -> None:
+    """Listener of one run of so many steps."""
+
+    def __init__(self, terminal: Terminal, steps: int, label: str = "") -> None:
         self._terminal = terminal
+        self._steps = steps
         self._label = label
         self._times: deque[float] = deque(maxlen=RECENT_STEPS)
+        self._held_out: float | None = None
         self._last_shown = 0.0
 
     def __call__(self, message: Mapping[str, Any]) -> None:
-        if message["kind"] == "warning":
-            self._terminal.line(self._labelled(f"warning: {message['text']}"))
-        elif message["kind"] == "step" and message["rank"] == 0:
-            self._times.append(message["step_time_s"])
-            text = self._labelled(progress_line(message, statistics.median(self._times)))
-            if self._terminal.moving:
-                self._terminal.update(text)
-            elif self._is_due(message["step"], message["steps"]):
-                self._last_shown = time.monotonic()
-                self._terminal.line(text)
+        if "warning" in message:
+            self._terminal.line(self._labelled(f"warning: {message['warning']}"))
+            return
+        self._times.append(message["step_time_s"])
+        self._held_out = (message.get("validation") or {}).get("loss") or self._held_out
+        line = progress_line(message, self._steps, self._held_out, statistics.median(self._times))
+        if self._terminal.moving:
+            self._terminal.update(self._labelled(line))
+        elif self._is_due(message["step"]):
+            self._last_shown = time.monotonic()
+            self._terminal.line(self._labelled(line))
 
     def _labelled(self, text: str) -> str:
         return f"{self._label}  {text}" if self._label else text
 
-    def _is_due(self, step: int, steps: int) -> bool:
-        regular = step in (1, steps) or step % max(1, steps // PLAIN_LINES) == 0
+    def _is_due(self, step: int) -> bool:
+        regular = step in (1, self._steps) or step % max(1, self._steps // PLAIN_LINES) == 0
         late = time.monotonic() - self._last_shown > PLAIN_PAUSE_S
         return late or regular
 

@@ -1,4 +1,4 @@
-"""Failures of a run: one file a rank, and the rule that separates the cause from its echoes.
+"""Failures of a run: one file a rank (of a hang its stacks), and the rule that separates the cause from its echoes.
 
 When a rank dies, the others lose their connection and fail too; the report puts the cause first and each echo on a
 line.
@@ -28,7 +28,10 @@ LOSERS = frozenset(
 SILENT_PEER = "its peer left no traceback: killed, perhaps for memory, or its node died"
 
 REPORT = "error.txt"
-_RANK_FILE = re.compile(r"error-rank([0-9]{1,9})\.txt")
+HANG = "hang: "
+_RANK_FILE = re.compile(r"(?:error|stacks)-rank([0-9]{1,9})\.txt")
+_HANG = re.compile(r"(after step \d+)\nTimeout \(([\d:.]+)\)!\n")
+"""Begin of stacks: what the rank wrote at its last step, and `faulthandler` before them."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,10 @@ class Failure:
     @property
     def echo(self) -> bool:
         return is_echo(self.text)
+
+    @property
+    def is_hang(self) -> bool:
+        return self.text.startswith(HANG)
 
     def summary(self) -> str:
         return f"rank {self.rank}: {last_line(self.text)}"
@@ -71,9 +78,14 @@ def rank_file(attempt: Path, rank: int) -> Path:
     return attempt / f"error-rank{rank}.txt"
 
 
+def stacks_file(attempt: Path, rank: int) -> Path:
+    return attempt / f"stacks-rank{rank}.txt"
+
+
 def forget(attempt: Path, rank: int) -> None:
-    """Remove a rank's traceback of an earlier start (a requeue) of this attempt."""
+    """Remove what a rank told of its end at an earlier start (a requeue) of this attempt."""
     rank_file(attempt, rank).unlink(missing_ok=True)
+    stacks_file(attempt, rank).unlink(missing_ok=True)
     if rank == 0:
         (attempt / REPORT).unlink(missing_ok=True)
 
@@ -83,6 +95,8 @@ def collect(attempt: Path) -> list[Failure]:
     for name in folder_names(attempt):
         number = _RANK_FILE.fullmatch(name)
         text = read_text(attempt / name) if number else None
+        if text is not None and name.startswith("stacks"):
+            text = _HANG.sub(rf"{HANG}no step for \2 \1\n", text) if _HANG.match(text) else None
         if number and text is not None:
             found.append(Failure(int(number[1]), text, (attempt / name).stat().st_mtime))
     return ordered(found)
@@ -95,5 +109,6 @@ def ordered(failures: Sequence[Failure]) -> list[Failure]:
 def report(failures: Sequence[Failure]) -> str:
     cause, *others = failures
     lines = [f"rank {cause.rank} failed first:", "", cause.text.rstrip(), ""]
-    lines += [f"then {other.summary()}" for other in others]
+    for other in others:
+        lines += [f"then rank {other.rank}: {other.text}" if other.is_hang else f"then {other.summary()}"]
     return "\n".join(lines).rstrip() + "\n"

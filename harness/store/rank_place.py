@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PARENT_PIPE = "HARNESS_LEASH_FD"
-PROGRESS = "HARNESS_PROGRESS_FD"
-"""Descriptor of a rank's progress, a JSON object a line."""
 START = "HARNESS_START"
 FOREIGN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 """Variables of an outer launcher that must not leak into our ranks."""
+
+WARNING = "warning: "
+"""Begin of the lines of a rank's log that its launcher shows."""
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP, signal.SIGINT)
 """Signals for save and end: preemption, warning before the time limit, end of the terminal, Ctrl-C."""
@@ -47,7 +48,7 @@ class RankPlace:
 
     @property
     def watched(self) -> bool:
-        """True if a launcher of ours sees this rank's progress, its death and its exit code."""
+        """True if a launcher of ours sees this rank's death and its exit code."""
         return self.launcher == "local"
 
 

@@ -33,7 +33,7 @@ from harness.train.captures import Captures
 from harness.train.evaluation import Evaluation
 from harness.train.feed import Feed, joined
 from harness.train.record import Measured, StepRecords, held_out, weights_digest
-from harness.train.session import Outcome, Progress, Session
+from harness.train.session import Outcome, Session
 from harness.train.step_checks import StepChecks
 from harness.train.trace import Trace, untimed
 from harness.train.wandb_sync import WandbSync
@@ -98,7 +98,7 @@ class Loop:
                 if writer is not None:
                     writer.write(record)
                 wandb_sync.check()
-                self.session.progress(self._progress(record))
+                self.session.progress(record)
                 ended = self._stops_early(step)
                 self._save_if_due(step, writer, report, ends=ended)
                 trace.after(step)
@@ -256,21 +256,6 @@ class Loop:
         with self.session.meters.paused():
             self.checkpoints.save(self.session.engine, step, self.initial_weights, self.begins_after, best)
         self.saved_step, self.saved_at = step, time.monotonic()
-
-    def _progress(self, record: dict[str, Any]) -> Progress:
-        memory, losses = record["memory"], self.evaluation.losses
-        return Progress(
-            rank=self.session.ranks.rank,
-            step=record["step"],
-            steps=self.config.train.steps,
-            loss=record["loss"],
-            step_time_s=record["step_time_s"],
-            tokens=record["tokens"],
-            memory_bytes=memory["rss"] if memory["allocated"] is None else memory["allocated"],
-            held_out=losses[max(losses)] if losses else None,
-            flops=self.records.flops_per_rank,
-            peak_flops=self.records.peak,
-        )
 
     def _network(self) -> dict[str, Any]:
         """Requested and effective settings of NCCL; from rank 0's log."""

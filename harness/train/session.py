@@ -18,27 +18,6 @@ from harness.probe.meters import Meters, Timers
 
 
 @dataclass(frozen=True)
-class Progress:
-    """One finished step on its rank, for the terminal and the hang watch."""
-
-    rank: int
-    step: int
-    """Steps done, counted from 1."""
-    steps: int
-    loss: float
-    """Mean loss of the global batch, in nats a token."""
-    step_time_s: float
-    tokens: int
-    memory_bytes: int
-    """Device memory allocated, or the resident set of the process on CPU."""
-    held_out: float | None = None
-    """Newest loss on held-out data, of this attempt or before."""
-    flops: float | None = None
-    """Operations of a step on one rank; None if unknown."""
-    peak_flops: float | None = None
-
-
-@dataclass(frozen=True)
 class Session:
     """One rank's run, put together by the worker in this order::
 
@@ -62,7 +41,8 @@ class Session:
     """Run directory. Rank 0 writes metrics.jsonl, summary.json and capture/; every rank its part of ckpt/."""
     should_stop: Callable[[], bool]
     """True if this rank was asked to stop; polled once a step. Any rank stops all at the same step boundary."""
-    progress: Callable[[Progress], None]
+    progress: Callable[[Mapping[str, Any]], None]
+    """Called by every rank after every step with the record that rank 0 writes."""
     warn: Callable[[str], None] = print
     """Called by rank 0 with a warning."""
     alive: Callable[[], None] = lambda: None

@@ -6,15 +6,11 @@ that import.
 
 from __future__ import annotations
 
-import math
 import os
 import signal
-import time
-from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from harness.config.rank_environment import library_environment
 from harness.config.schema import Config, MeasureMode
@@ -24,13 +20,12 @@ from harness.store.rundir import RunDir
 from harness.store.screen import counted
 from harness.store.status import State
 from harness.worker import requeue
-from harness.worker.hang import HangWatch, dump_on_request
 from harness.worker.report import Listener, Reporter
 from harness.worker.stop import StopFlag, hold_on
 
 if TYPE_CHECKING:
     from harness.engines.protocol import Ranks
-    from harness.train import Outcome, Progress
+    from harness.train import Outcome
 
 DONE, FAILED, PREEMPTED, INTERRUPTED = 0, 1, 75, 130
 
@@ -39,8 +34,7 @@ def main(run_dir: Path, attempt: int, place: RankPlace | None = None, listener: 
     """Be one rank of an attempt whose folder exists; returns the exit code.
 
     0 done, 1 failed, 75 preempted, 130 cancelled or interrupted. A KeyboardInterrupt, of a second Ctrl-C, is passed on.
-    Args: place: from the environment by default. listener: called with every message to a launcher, for a rank inside
-    its launcher.
+    Args: place: from the environment by default. listener: of a `Reporter`, for a rank that is its own front end.
     """
     place = place or rank_place(os.environ)
     hold_on(os.environ)
@@ -49,7 +43,6 @@ def main(run_dir: Path, attempt: int, place: RankPlace | None = None, listener: 
     stop = StopFlag(None if place.watched else later)
     try:
         stop.listen()
-        dump_on_request(reporter.folder, place.rank)
         if not place.watched:
             stop.watch_cancel(run_dir, attempt)
         with _ownership(run_dir, place), reporter.relaying("harness.fsdp"):
@@ -74,24 +67,21 @@ def _run(run: RunDir, place: RankPlace, reporter: Reporter, stop: StopFlag) -> i
     if reporter.is_superseded():
         return INTERRUPTED
     reporter.started()
-    reporter.pipe.send("phase", name="importing torch")
-    with HangWatch(config.launch.hang_timeout_s, reporter, armed=place.launcher in ("slurm", "torchrun")) as watch:
+    with reporter.watching(config.launch.hang_timeout_s):
         if place.launcher in ("torchrun", "slurm"):  # nobody who knows this cell may have set it; torch reads it now
             os.environ.update(library_environment(config, reporter.folder))
         from harness.worker import connect
 
         device = connect.set_up_torch(config, place)
-        reporter.pipe.send("phase", name="meeting the other ranks")
+        reporter.alive()
         planned = _planned(config, reporter) if place.rank == 0 else None
         ranks = connect.join(config, place, reporter.folder, device)
+        reporter.alive()
         _say_what_has_no_effect(config, place, reporter)
-        reporter.pipe.send("phase", name="building")
         try:
-            diverged: list[int] = []
-            signs = Signs(_progress(reporter, watch, diverged), reporter.warn, heartbeat(reporter, watch), planned)
-            outcome = _train(run, config, ranks, stop, signs)
+            outcome = _train(run, config, ranks, stop, reporter, planned)
             # Before the last meeting: a rank that exits 75 early would have srun kill rank 0 while it requeues.
-            code = _finish(run, place, reporter, stop, outcome, diverged)
+            code = _finish(run, place, reporter, stop, outcome)
             connect.leave(ranks, None if place.watched else rendezvous_file(reporter.folder, place.start))
         finally:
             if place.launcher == "inline":
@@ -132,53 +122,13 @@ def _planned(config: Config, reporter: Reporter) -> dict[str, int | None] | None
         return None
 
 
-def _progress(reporter: Reporter, watch: HangWatch, diverged: list[int]) -> Callable[[Progress], None]:
-    """diverged: steps whose loss is not finite are added to it."""
-
-    def tell(progress: Progress) -> None:
-        watch.step()
-        if not math.isfinite(progress.loss):
-            diverged.append(progress.step)
-        reporter.pipe.send("step", **asdict(progress))
-
-    return tell
-
-
-HEARTBEAT_S = 1.0
-"""Seconds between signs of life without a step."""
-
-
-class Signs(NamedTuple):
-    progress: Callable[[Progress], None]
-    warn: Callable[[str], None]
-    alive: Callable[[], None]
-    planned: dict[str, int | None] | None
-
-
-def heartbeat(reporter: Reporter, watch: HangWatch) -> Callable[[], None]:
-    """Callback during long work outside steps, such as reading all weights of a large model.
-
-    It notifies the launcher and this rank's own watch, rate-limited.
-    """
-    last = time.monotonic()
-
-    def beat() -> None:
-        nonlocal last
-        now = time.monotonic()
-        if now - last >= HEARTBEAT_S:
-            last = now
-            watch.step()
-            reporter.pipe.send("alive")
-
-    return beat
-
-
 def _train(
     run: RunDir,
     config: Config,
     ranks: Ranks,
     stop: StopFlag,
-    signs: Signs,
+    reporter: Reporter,
+    planned: dict[str, int | None] | None,
 ) -> Outcome:
     import torch.distributed as dist
 
@@ -201,10 +151,11 @@ def _train(
     with Meters(ranks.device, follow_storage=timed) as meters:  # before the engine: it counts what the engine issues
 
         def build() -> Session:
-            workload = timed_workload(workload_for(config), meters.timers, signs.alive)
+            workload = timed_workload(workload_for(config), meters.timers, reporter.alive)
             engine = engine_class(config.engine.name, config.engine.adapter)(workload, config, ranks)
             loader = Loader(config, ranks.data_rank)
-            return Session(config, ranks, engine, loader, meters, control, run.path, stop, *signs)
+            signs = reporter.step, reporter.warn, reporter.alive
+            return Session(config, ranks, engine, loader, meters, control, run.path, stop, *signs, planned)
 
         session = build_session(config, build)
         try:
@@ -215,11 +166,9 @@ def _train(
     return outcome
 
 
-def _finish(
-    run: RunDir, place: RankPlace, reporter: Reporter, stop: StopFlag, outcome: Outcome, diverged: Sequence[int]
-) -> int:
+def _finish(run: RunDir, place: RankPlace, reporter: Reporter, stop: StopFlag, outcome: Outcome) -> int:
     if outcome.status == "done":
-        loss = f"; loss not finite at step {diverged[0]}" if diverged else ""
+        loss = f"; loss not finite at step {reporter.diverged[0]}" if reporter.diverged else ""
         reporter.ended(State.done, f"{counted(outcome.step, 'step')}{loss}")
         return DONE
     saved = f"saved at step {outcome.step}" if outcome.saved else f"not saved, stopped after step {outcome.step}"

@@ -1,10 +1,10 @@
-"""Reports of a rank: progress to its launcher, tracebacks to files, its end to `status.json`."""
+"""Reports of a rank in its attempt's folder: warnings in its log, tracebacks in files; its end in `status.json`."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
+import math
 import os
 import socket
 import sys
@@ -17,66 +17,49 @@ from typing import Any
 from harness.store import checksums, failure, status
 from harness.store.errors import StoreError
 from harness.store.files import write_atomic
-from harness.store.rank_place import PROGRESS, RankPlace
+from harness.store.rank_place import WARNING, RankPlace
 from harness.store.redaction import redacted
 from harness.store.status import Keeper, State
+from harness.worker.hang import HangWatch
 
 ECHO_PATIENCE_S = 5.0
 """Seconds that a rank which only lost its peer waits for that peer's cause."""
 
-LONGEST = 2000
-"""Most characters of a forwarded log line: a message must fit into a pipe at once."""
-
-ERROR_PATIENCE_S = 2.0
-"""Seconds that a rank waits for room in its launcher's pipe to hand over a traceback."""
-
-
-Listener = Callable[[dict[str, Any]], None]
-
-
-class ProgressPipe:
-    """Rank's end of its launcher's pipe. It never blocks training: a message without room is dropped."""
-
-    def __init__(self, environment: Mapping[str, str], listener: Listener | None = None) -> None:
-        self._listener = listener
-        self._descriptor = int(environment.get(PROGRESS, -1))
-        if self._descriptor >= 0:
-            os.set_inheritable(self._descriptor, False)
-            os.set_blocking(self._descriptor, False)
-
-    def send(self, kind: str, **fields: Any) -> None:
-        """Write one message below a pipe's atomic size; dropped without launcher or room."""
-        if self._listener is not None:
-            self._listener({"kind": kind, **fields})
-        if self._descriptor >= 0:
-            with contextlib.suppress(BlockingIOError, BrokenPipeError):
-                os.write(self._descriptor, _line(kind, fields))
-
-    def send_patiently(self, kind: str, **fields: Any) -> None:
-        """Write one message of any size, with a short wait for room; for a dying rank."""
-        data = _line(kind, fields)
-        deadline = time.monotonic() + ERROR_PATIENCE_S
-        while self._descriptor >= 0 and data and time.monotonic() < deadline:
-            try:
-                data = data[os.write(self._descriptor, data[:4096]) :]
-            except BlockingIOError:
-                time.sleep(0.01)
-            except BrokenPipeError:
-                return
-
-
-def _line(kind: str, fields: Mapping[str, Any]) -> bytes:
-    return (json.dumps({"kind": kind, **fields}) + "\n").encode()
+Listener = Callable[[Mapping[str, Any]], None]
 
 
 class Reporter:
+    """Args: listener: called with the record of every step, and with each warning as `warning`."""
+
     def __init__(self, run: Path, attempt: int, place: RankPlace, listener: Listener | None = None) -> None:
         self.run = run
         self.attempt = attempt
         self.place = place
         self.folder = run / "attempts" / str(attempt)
-        self.pipe = ProgressPipe(os.environ, listener)
+        self.diverged: list[int] = []
+        """Steps whose loss is not finite."""
+        self._listener = listener
         failure.forget(self.folder, place.rank)
+
+    @contextlib.contextmanager
+    def watching(self, timeout_s: float) -> Iterator[None]:
+        """End this rank with its stacks where neither `step` nor `alive` is called for `timeout_s` seconds; a debugger
+        (`launch.inline`) has all the time it wants."""
+        limit = None if self.place.launcher == "inline" else timeout_s
+        with HangWatch(failure.stacks_file(self.folder, self.place.rank), limit) as self._watch:
+            yield
+
+    def step(self, record: Mapping[str, Any]) -> None:
+        """Args: record: of the step, as in `metrics.jsonl`."""
+        self._watch.step(record["step"])
+        if not math.isfinite(record["loss"]):
+            self.diverged.append(record["step"])
+        if self._listener is not None:
+            self._listener(record)
+
+    def alive(self) -> None:
+        """Callback during long work outside steps, such as reading all weights of a large model."""
+        self._watch.alive()
 
     def started(self) -> None:
         """Mark the run as running on rank 0, unless our launcher has. Raises `StoreError`: the record was damaged since
@@ -97,15 +80,18 @@ class Reporter:
         return over
 
     def warn(self, text: str) -> None:
-        """Print one line at the launcher, or else in this rank's log."""
-        self.pipe.send("warning", text=text)
-        if not self.place.watched and self.place.launcher != "inline":
-            sys.stderr.write(f"warning: {text}\n")
+        """Show one line at the listener, or else in this rank's log, which our launcher reads."""
+        if self._listener is not None:
+            self._listener({"warning": text})
+            return
+        with contextlib.suppress(OSError):  # a full disk
+            sys.stderr.write(f"{WARNING}{text}\n")
+            sys.stderr.flush()
 
     @contextlib.contextmanager
     def relaying(self, logger: str) -> Iterator[None]:
         handler = logging.Handler(logging.WARNING)
-        handler.emit = lambda record: self.warn(record.getMessage()[:LONGEST])  # type: ignore[method-assign]
+        handler.emit = lambda record: self.warn(record.getMessage())  # type: ignore[method-assign]
         logging.getLogger(logger).addHandler(handler)
         try:
             yield
@@ -118,10 +104,8 @@ class Reporter:
             self._write(state, reason, checksums=checksums.write(self.run))
 
     def failed(self, error: BaseException) -> None:
-        """Report the traceback to the launcher, the attempt's folder, and the log. Never raises: the disk may be
-        full."""
+        """Report the traceback in the attempt's folder and the log. Never raises: the disk may be full."""
         text = redacted("".join(traceback.format_exception(error)))
-        self.pipe.send_patiently("error", text=text)
         with contextlib.suppress(OSError):
             sys.stderr.write(text)
             sys.stderr.flush()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import fcntl
 import os
+import select
 import signal
-import sys
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -83,20 +83,15 @@ class StopFlag:
 def hold_on(environment: Mapping[str, str]) -> None:
     """Tie this process group to the launcher at the other end of a pipe; no-op without one.
 
-    Nothing is written to the pipe: it becomes readable when the launcher ends. On Linux the kernel kills the group too,
-    even where the interpreter lock is held; elsewhere, or if the launcher was gone before, a thread does it.
+    Nothing is written to the pipe: it becomes readable when the launcher ends. The kernel (Linux) then kills the group,
+    even where the interpreter lock is held.
     """
     if PARENT_PIPE not in environment:
         return
     parent_pipe = int(environment[PARENT_PIPE])
     os.set_inheritable(parent_pipe, False)
-    if sys.platform == "linux":
-        fcntl.fcntl(parent_pipe, fcntl.F_SETSIG, signal.SIGKILL)
-        fcntl.fcntl(parent_pipe, fcntl.F_SETOWN, -os.getpgrp())
-        fcntl.fcntl(parent_pipe, fcntl.F_SETFL, fcntl.fcntl(parent_pipe, fcntl.F_GETFL) | os.O_ASYNC)
-
-    def die_when_closed() -> None:
-        os.read(parent_pipe, 1)
+    fcntl.fcntl(parent_pipe, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(parent_pipe, fcntl.F_SETOWN, -os.getpgrp())
+    fcntl.fcntl(parent_pipe, fcntl.F_SETFL, fcntl.fcntl(parent_pipe, fcntl.F_GETFL) | os.O_ASYNC)
+    if select.select([parent_pipe], [], [], 0)[0]:  # it was gone before
         os.killpg(0, signal.SIGKILL)
-
-    threading.Thread(target=die_when_closed, name="parent_pipe", daemon=True).start()

@@ -131,7 +131,7 @@ def trained(rank: int, kind: str, path: Path, config: Config, preempt_at: int = 
                     engine.step(lr_at(config, step))
                 fed = [torch.cat(parts) for parts in zip(*map(_tensors, read), strict=True)]
                 run.step(loss=torch.stack(losses).mean(), data=fed)
-                session.progress(SimpleNamespace(step=step))
+                session.progress({"step": step})
             kept = {key: tensor.clone() for key, tensor in engine.state().tensors.items()} if end < steps else {}
             run.close("preempted" if end < steps else "")
         if size > 1:

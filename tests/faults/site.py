@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -19,7 +19,7 @@ from harness.config.schema import Config
 from harness.fsdp.comm import reduction
 from harness.fsdp.storage.param_group import ParamGroup
 from harness.shm import transfer
-from harness.train import Progress, Session
+from harness.train import Session
 from harness.train.faults import AMOUNTS, Build
 from tests.faults.corpus import BITS, DECLARED, Fault
 
@@ -49,9 +49,9 @@ def spoiling(declared: Fault, injector: Injector, *, only: bool = False) -> Call
         site = Site(config, session.engine, session.ranks.rank, session.ranks.world_size, session.loader, only)
         injector(site)
 
-        def progress(told: Progress) -> None:
-            site.end(told.step)
-            session.progress(told)
+        def progress(record: Mapping[str, Any]) -> None:
+            site.end(record["step"])
+            session.progress(record)
 
         return replace(session, begins=site.begin, progress=progress)
 

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from harness.store import status
 from harness.store.rank_place import rank_place, stop_reason
+from harness.store.rundir import RunDir
 from harness.store.status import State
-from harness.worker.hang import dump_on_request
 from harness.worker.report import Reporter
 from harness.worker.stop import hold_on
 
@@ -25,10 +25,8 @@ ECHO = "[gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:1
 
 
 def step(number: int) -> None:
-    """Tell the launcher of one step."""
-    reporter.pipe.send(
-        "step", rank=place.rank, step=number, steps=9, loss=1.0, step_time_s=0.1, tokens=8, memory_bytes=2**20
-    )
+    """As the worker's."""
+    reporter.step({"step": number, "loss": 1.0})
 
 
 STOPS = {signal.SIGTERM, signal.SIGHUP, signal.SIGINT}
@@ -57,6 +55,7 @@ def act(what: str) -> int:
     Path(run, f"pid{place.rank}").write_text(str(os.getpid()))  # whoever sees it finds the step told
     match what:
         case "done":
+            reporter.warn(f"of rank {place.rank}")
             reporter.ended(State.done, "9 steps")
             return 0
         case "raise":
@@ -99,9 +98,9 @@ place = rank_place(os.environ)
 signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
 hold_on(os.environ)
 reporter = Reporter(run, attempt, place)
-dump_on_request(reporter.folder, place.rank)
 faulthandler.enable()
 assert status.read(run) is not None
-code = main()
+with reporter.watching(RunDir(run).setting("launch.hang_timeout_s")):
+    code = main()
 sys.stdout.flush()
 os._exit(code)

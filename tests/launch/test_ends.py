@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import time
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from harness.launch.local import ranks as ranks_module, run as run_module
-from harness.launch.local.run import Ended, LocalRun
+from harness.launch.local.run import Ended, LocalRun, Tail
 from harness.launch.opening import Sources, open_here
 from harness.store import status
 from harness.store.files import is_held
@@ -242,15 +244,35 @@ def test_cancel_on_request_from_anywhere(start):
 
 
 def test_a_hang_shows_the_stack_of_every_rank(start):
-    run = start("sleep|sleep", "launch.hang_timeout_s=10")
+    """Also of one that holds the interpreter lock, in C."""
+    run = start("sleep|stuck", "launch.hang_timeout_s=4")
     await_files(run, "pid0", "pid1")
     ended = finish(run, 30)
     assert ended.state is State.failed
-    assert ended.reason == "hang: no step for 10 s"
-    assert "last steps: rank 0: 1, rank 1: 1" in ended.report
-    assert "stacks-rank0" in ended.report
-    assert "stacks-rank1" in ended.report
-    assert ended.report.count("in wait_for_stop") == 2
+    assert re.fullmatch("rank [01]: hang: no step for 0:00:04 after step 1", ended.reason)
+    assert ended.report.count("hang: no step for 0:00:04 after step 1\n") == 2
+    assert ended.report.count("in wait_for_stop") == ended.report.count("in hold_the_interpreter") == 1
+
+
+def test_steps_and_warnings_of_every_rank_are_heard(start, monkeypatch):
+    """Whole lines, from now on: a resumed run has an earlier attempt's steps, and cuts off some."""
+    heard: list[dict[str, Any]] = []
+    run = start("done|done")
+    run._listener = heard.append
+    run.opened.run.metrics.write_text('{"step": 1}\n{"step": 2}\n')
+    tail = Tail(run.opened.run.metrics)
+    with run.opened.run.metrics.open("a") as record:
+        os.ftruncate(record.fileno(), 12)
+        assert tail.lines() == []
+        record.write('{"step": 2, "loss": "nan"}\n{"ste')
+        record.flush()
+        assert tail.lines() == ['{"step": 2, "loss": "nan"}']
+        record.write('p": 3}\n')
+        record.flush()
+        assert tail.lines() == ['{"step": 3}']
+    assert finish(run).state is State.done
+    assert [each["step"] for each in heard if "step" in each] == [1, 2, 3]
+    assert sorted(each["warning"] for each in heard if "warning" in each) == ["of rank 0", "of rank 1"]
 
 
 def test_a_rank_that_stays_behind_is_ended(start):

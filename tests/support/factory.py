@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from harness.data.loader import Loader
 from harness.engines.protocol import Ranks, engine_class
 from harness.models.workload import workload_for
 from harness.probe.meters import Meters
-from harness.train import Outcome, Progress, Session, run, timed_workload
+from harness.train import Outcome, Session, run, timed_workload
 from harness.train.faults import build_session
 
 torch.set_num_threads(1)  # tests share few cores, and tiny tensors gain nothing from two
@@ -62,7 +62,7 @@ def train(
     run_dir: Path,
     rank: int = 0,
     should_stop: Callable[[], bool] = lambda: False,
-    progress: Callable[[Progress], None] = lambda _: None,
+    progress: Callable[[Mapping[str, Any]], None] = lambda _: None,
     wrap_engine: Callable[[Any], Any] = lambda engine: engine,
 ) -> Outcome:
     """Put a session together as a worker does, and run it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,7 +14,7 @@ from harness.checkpoint.policy import Checkpoints
 from harness.config.schema import CkptConfig, CkptPolicy
 from harness.control import Control
 from harness.store.metrics import read_metrics
-from harness.train import Outcome, Progress
+from harness.train import Outcome
 from harness.train.loop import Loop
 from tests.support.factory import small_config, stopping, train
 from tests.support.mutants import Slip, each
@@ -42,8 +43,8 @@ def test_record_is_cut_back_to_the_checkpoint(tmp_path: Path) -> None:
 
 
 def _killer(step: int) -> Any:
-    def progress(seen: Progress) -> None:
-        if seen.step == step:
+    def progress(seen: Mapping[str, Any]) -> None:
+        if seen["step"] == step:
             raise KeyboardInterrupt
 
     return progress

@@ -31,7 +31,7 @@ def met(attempt, launcher, environment, start="now"):
     """What each of three ranks met."""
     places = [at(rank, start, 3, launcher) for rank in reversed(range(3))]
     with ThreadPoolExecutor(3) as pool:
-        return [*pool.map(lambda place: meet(attempt, place, timeout_s=20, environment=environment), places)]
+        return [*pool.map(lambda place: rendezvous.meet(attempt, place, timeout_s=20, environment=environment), places)]
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,12 @@ from contextlib import nullcontext
 
 import pytest
 
-from harness.store import commands, status
+from harness.store import commands, failure, status
 from harness.store.rank_place import RankPlace
 from harness.store.rundir import Store, request_cancel
 from harness.store.status import Keeper, State, Status
 from harness.worker import requeue, stop
-from harness.worker.report import ProgressPipe, Reporter
+from harness.worker.report import Reporter
 from harness.worker.requeue import Fate, judge
 from harness.worker.stop import StopFlag
 from tests.launch.cells import make_cell
@@ -230,17 +230,6 @@ def test_a_scontrol_that_hears_the_signals_dies_of_them(tmp_path, monkeypatch):
     assert not requeue.requeue(RankPlace(0, 2, 0, "", "slurm", "3_0"), tmp_path / "a run")
 
 
-def test_progress_never_blocks_training():
-    reading, writing = os.pipe()
-    pipe = ProgressPipe({"HARNESS_PROGRESS_FD": str(writing)})
-    for _ in range(20_000):  # far more than a pipe holds, and nobody reads
-        pipe.send("step", step=1)
-    os.close(reading)
-    pipe.send("step", step=2)
-    pipe.send_patiently("error", text="x" * 100_000)
-    os.close(writing)
-
-
 @pytest.fixture
 def reporter(tmp_path):
     """make(rank, **place) -> a reporter of attempt 0 of one run."""
@@ -299,50 +288,55 @@ def test_a_job_that_comes_too_late_does_nothing(reporter):
     assert one.is_superseded()
 
 
-def test_a_full_disk_does_not_hide_the_error(reporter, monkeypatch):
-    """Neither the log nor error.txt can be written: the launcher's pipe still hears the traceback."""
+def test_a_full_disk_ends_no_report(reporter, monkeypatch):
+    """Neither the log nor error.txt can be written: the launcher says that no traceback is there."""
 
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    reading, writing = os.pipe()
-    monkeypatch.setenv("HARNESS_PROGRESS_FD", str(writing))
     one = reporter(0)
     one.started()
     monkeypatch.setattr("harness.store.files.os.fsync", full)
     monkeypatch.setattr(sys.stderr, "write", full)
+    one.warn("nobody hears it")
     one.failed(raised(KeyError("the cause")))
-    assert b"the cause" in os.read(reading, 65536)
-    os.close(reading)
-    os.close(writing)
 
 
 HANG = """
 import sys, time
 from pathlib import Path
 from harness.store.rank_place import RankPlace
-from harness.worker.hang import HangWatch
 from harness.worker.report import Reporter
 reporter = Reporter(Path(sys.argv[1]), 0, RankPlace(0, 2, 0, "s", "slurm", "7"))
 reporter.started()
-with HangWatch(0.3, reporter, armed=True) as watch:
-    for _ in range(4):
-        time.sleep(0.15)
-        watch.step()
+with reporter.watching(2.0):
+    for step in (9, 10):
+        time.sleep(1.2)
+        reporter.step({"step": step, "loss": 1.0})
+    time.sleep(1.2)
+    reporter.alive()
     def stuck_here():
         time.sleep(60)
     stuck_here()
 """
 
 
-def test_a_rank_without_a_launcher_ends_its_own_hang_with_its_stack(reporter):
+def test_a_rank_ends_its_own_hang_with_its_stack_and_a_peer_tells_why(reporter):
     one = reporter(0)
     done = subprocess.run([sys.executable, "-c", HANG, str(one.run)], timeout=20, check=False, capture_output=True)
     assert done.returncode == 1
     assert "in stuck_here" in (one.folder / "stacks-rank0.txt").read_text()
+    reporter(1).failed(raised(RuntimeError("Connection closed by peer")))
     found = status.read(one.run)
-    assert found.state is State.failed
-    assert "Hang: no step for 0.3 s" in found.reason
+    assert (found.state, found.reason) == (State.failed, "rank 0: hang: no step for 0:00:02 after step 10")
+
+
+def test_a_rank_that_ends_otherwise_leaves_no_stacks(reporter):
+    one = reporter(0)
+    with one.watching(60):
+        one.step({"step": 1, "loss": 1.0})
+        assert failure.collect(one.folder) == []
+    assert not list(one.folder.glob("stacks-*"))
 
 
 def test_a_rehearsed_stop_is_told_from_one_that_came_before_it() -> None:

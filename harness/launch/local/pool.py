@@ -6,7 +6,6 @@ another of this machine.
 
 from __future__ import annotations
 
-import select
 import signal
 import threading
 import time
@@ -14,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any
 
 from harness.config.compose import Cell
 from harness.config.derived import devices_per_node
@@ -22,6 +20,7 @@ from harness.config.rank_environment import visible_devices
 from harness.config.schema import Device
 from harness.launch.local.run import Ended, LocalRun
 from harness.launch.opening import Action, Decision, Opened, Sources, is_timed, open_here
+from harness.launch.terminal import Listener
 from harness.store.errors import EXIT_BUSY, Busy, StoreError
 from harness.store.files import Lock, own_folder
 from harness.store.rank_place import STOP_SIGNALS, stop_reason
@@ -73,7 +72,7 @@ class Pool:
     sources: Sources
     jobs: JobProbe | None
     on_decision: Callable[[Cell, Decision], None]
-    on_start: Callable[[Opened], Callable[[dict[str, Any]], None]]
+    on_start: Callable[[Opened], Listener]
     on_end: Callable[[Opened, Ended], None]
     _running: list[LocalRun] = field(default_factory=list)
     _codes: list[int] = field(default_factory=list)
@@ -161,11 +160,7 @@ class Pool:
         return free[: devices_per_node(cell.typed)]
 
     def _wait(self) -> None:
-        pipes = [rank for run in self._running for rank in run.ranks if rank.code is None]
-        if pipes:
-            select.select(pipes, [], [], TICK_S)
-        elif not self._running:  # another request times a run
-            time.sleep(TICK_S)
+        time.sleep(TICK_S)
 
     def _reap(self) -> None:
         for run in list(self._running):

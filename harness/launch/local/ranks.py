@@ -1,9 +1,8 @@
-"""Processes of one run's ranks on this machine: environment, start, messages, end. No policy."""
+"""Processes of one run's ranks on this machine: environment, start, end. No policy."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -11,31 +10,24 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
-
-import psutil
 
 from harness.config.rank_environment import run_environment
 from harness.config.schema import Config
 from harness.store.failure import Failure
 from harness.store.provenance import python_path
-from harness.store.rank_place import FOREIGN, PARENT_PIPE, PROGRESS, START, stop_signals_blocked
+from harness.store.rank_place import FOREIGN, PARENT_PIPE, START, stop_signals_blocked
 
 TAIL_BYTES = 2000
 
 
 class Rank:
-    def __init__(self, number: int, process: subprocess.Popen[bytes], pipe: int, parent_pipe: int, log: Path) -> None:
+    def __init__(self, number: int, process: subprocess.Popen[bytes], parent_pipe: int, log: Path) -> None:
         self.number = number
         self.log = log
-        self.text = ""
         self.failed_at = 0.0
         self.killed_by_us = False
         self._process = process
         self._parent_pipe = parent_pipe
-        self._pipe: IO[bytes] = os.fdopen(pipe, "rb", buffering=0)
-        self._rest = b""
-        os.set_blocking(pipe, False)
 
     @property
     def pid(self) -> int:
@@ -46,27 +38,13 @@ class Rank:
         """Exit code, negative for a signal; None while it runs."""
         return self._process.returncode
 
-    def fileno(self) -> int:
-        return self._pipe.fileno()
-
     def poll(self) -> bool:
         if self.code is not None or not _has_ended(self.pid):
             return False
-        self.failed_at = self.failed_at or time.monotonic()
+        self.failed_at = time.time()
         self._kill_group()  # what it has started; before it is reaped, while nobody else can have its id
         self._process.wait()
         return True
-
-    def messages(self) -> list[dict[str, Any]]:
-        with contextlib.suppress(BlockingIOError):
-            while chunk := self._pipe.read(65536):
-                self._rest += chunk
-        *lines, self._rest = self._rest.split(b"\n")
-        received = [message for line in lines if (message := _message(line)) is not None]
-        for message in received:
-            if message["kind"] == "error":
-                self.text, self.failed_at = message["text"], time.monotonic()
-        return received
 
     def signal(self, number: int) -> None:
         if self.code is None:
@@ -84,13 +62,10 @@ class Rank:
     def close(self) -> None:
         self.kill()
         self._process.wait()
-        self._pipe.close()
         os.close(self._parent_pipe)
 
     def failure(self) -> Failure | None:
-        """Cause of failure; None if it succeeded, or was killed by us."""
-        if self.text:
-            return Failure(self.number, self.text, self.failed_at)
+        """Failure of a rank that left no word of it; None if it succeeded, or was killed by us."""
         if self.code in (None, 0, 75) or self.killed_by_us:
             return None
         return Failure(self.number, self._exit_report(), self.failed_at)
@@ -108,19 +83,9 @@ class Rank:
         return what + (f"\nlast lines of {self.log}:\n{tail}" if tail else "")
 
 
-def _message(line: bytes) -> dict[str, Any] | None:
-    try:
-        found = json.loads(line)
-    except ValueError:
-        return None
-    return found if isinstance(found, dict) and "kind" in found else None
-
-
 def _has_ended(pid: int) -> bool:
     """True if a child has ended; it is not reaped, so that its id stays reserved."""
-    if hasattr(os, "waitid"):
-        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
-    return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE  # macOS before Python 3.13
+    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
 
 
 def log_tail(path: Path, size: int = TAIL_BYTES) -> str:
@@ -164,29 +129,24 @@ def start_ranks(
 
 def _start_rank(run: Path, attempt: int, number: int, variables: dict[str, str], lock: int) -> Rank:
     log = run / "attempts" / str(attempt) / f"rank{number}.log"
-    listening, telling = os.pipe()
     held, parent_pipe = os.pipe()
-    descriptors = (held, telling, lock)
-    environment = child_environment(variables | {PARENT_PIPE: str(held), PROGRESS: str(telling)}, os.environ)
     try:
         with log.open("ab") as output, stop_signals_blocked():  # until the rank listens: it saves, and does not die
             process = subprocess.Popen(
                 worker_command(run, attempt),
-                env=environment,
+                env=child_environment(variables | {PARENT_PIPE: str(held)}, os.environ),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                pass_fds=descriptors,
+                pass_fds=(held, lock),
                 process_group=0,  # a terminal's Ctrl-C is the launcher's, and one kill reaches all of a rank
             )
     except BaseException:
-        os.close(listening)
         os.close(parent_pipe)
         raise
     finally:
-        os.close(telling)
         os.close(held)
-    return Rank(number, process, listening, parent_pipe, log)
+    return Rank(number, process, parent_pipe, log)
 
 
 def worker_command(run: Path, attempt: int) -> list[str]:
