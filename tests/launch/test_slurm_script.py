@@ -13,10 +13,11 @@ from submitit.slurm.slurm import _make_sbatch_string
 
 from harness.launch.opening import Action, Decision
 from harness.launch.slurm import submission
-from harness.launch.slurm.submission import Batch, alike, batches
+from harness.launch.slurm.submission import Batch, batches
 from harness.launch.submit import preview
 from harness.store.rundir import Store
 from tests.launch.cells import make_cell
+from tests.support.mutants import kills
 
 
 def make(root, *overrides):
@@ -28,7 +29,7 @@ START = Decision(Action.start, "new")
 
 def batch_of(root, *overrides, count=2):
     pairs = ((make(root, *overrides), START),) * count
-    return Batch("s", pairs, "ab", root, root / ".snapshots" / "c0de")
+    return Batch(pairs, "ab", root, root / ".snapshots" / "c0de")
 
 
 def text_of(root, *overrides, count=2):
@@ -38,14 +39,15 @@ def text_of(root, *overrides, count=2):
 def test_submitit_makes_scripts_by_what_is_called_here():
     """Its maker of scripts is private: a release in which it takes other words fails here, before any user."""
     taken = inspect.signature(_make_sbatch_string).parameters
-    made = Batch("s", ((make("/runs"), START),) * 2, "ab", Path("/runs"), Path("/code"))
+    made = Batch(((make("/runs"), START),) * 2, "ab", Path("/runs"), Path("/code"))
     assert {"command", "folder", *made.parameters} <= taken.keys()
 
 
 def test_one_array_for_each_shape(tmp_path):
     cells = [make(tmp_path, f"train.replicate={i}") for i in range(3)]
     cells += [make(tmp_path, "mesh.world_size=4"), make(tmp_path, "train.replicate=9")]
-    assert [len(group) for group in alike(cells)] == [4, 1]
+    found = batches(Store(tmp_path), [(cell, START) for cell in cells], code=tmp_path, limit=9)
+    assert [len(batch.wanted) for batch in found] == [4, 1]
 
 
 def test_what_the_cell_says_reaches_sbatch(tmp_path):
@@ -68,7 +70,7 @@ def test_what_the_cell_says_reaches_sbatch(tmp_path):
     wanted = {
         "array=0-1%2", "nodes=2", "ntasks-per-node=4", "gpus-per-node=4", "cpus-per-task=3", "mem=1536M",
         "partition=big", "account=me", "qos=low", "time=90", "signal=USR2@77", "network=sharp", "requeue",
-        "open-mode=append", "job-name=s-ab", "exclude='bad1,bad[3-4]'",
+        "open-mode=append", "job-name=adhoc-ab", "exclude='bad1,bad[3-4]'",
     }  # fmt: skip
     found = {line.removeprefix("#SBATCH --") for line in text.splitlines() if line.startswith("#SBATCH")}
     assert wanted <= found
@@ -114,14 +116,21 @@ def test_nasty_roots_are_one_word(tmp_path, name):
     (output,) = [line for line in text.splitlines() if line.startswith("#SBATCH --output=")]
     assert shlex.split(output.removeprefix("#SBATCH --output="))[0].startswith(str(tmp_path / name))
     (srun,) = [line for line in text.splitlines() if line.startswith("srun")]
-    assert shlex.split(srun)[-1] == str(tmp_path / name / "s" / ".submit" / "ab")
+    assert shlex.split(srun)[-1] == str(tmp_path / name / "adhoc" / ".submit" / "ab")
 
 
-def test_a_surrounding_job_is_hidden_from_sbatch():
-    outside = {"SLURM_CONF": "/etc/slurm.conf", "SBATCH_ACCOUNT": "mine", "SLURM_MEM_PER_NODE": "1", "RANK": "0"}
-    assert submission.sbatch_environment("", outside) == outside
-    inside = submission.sbatch_environment("", outside | {"SLURM_JOB_ID": "7"})
-    assert inside == {"SLURM_CONF": "/etc/slurm.conf", "SBATCH_ACCOUNT": "mine"}
+def test_nothing_that_sbatch_believes_before_the_script_reaches_it():
+    """A limit, an account, the name that a job is found by; counts of a surrounding job."""
+    ours = {"SLURM_CONF": "/etc/slurm.conf", "SLURM_CLUSTERS": "here", "HOME": "/home/me"}
+    others = ("SBATCH_JOB_NAME", "SBATCH_ACCOUNT", "SBATCH_TIMELIMIT", "SLURM_MEM_PER_NODE", "SLURMD_NODENAME", "RANK")
+    assert submission.sbatch_environment(ours | dict.fromkeys(others, "mine")) == ours
+
+
+@kills("slurm", "outvoted", "Variables come before the script")
+def test_a_variable_that_outvotes_the_script_is_found(monkeypatch):
+    monkeypatch.setattr(submission, "OF_SLURM", submission.OF_SLURM[:-1])
+    with pytest.raises(AssertionError):
+        test_nothing_that_sbatch_believes_before_the_script_reaches_it()
 
 
 def test_more_cells_than_an_array_holds_are_several_arrays(tmp_path):

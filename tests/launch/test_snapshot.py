@@ -8,8 +8,7 @@ import sys
 import pytest
 
 from harness.launch import snapshot
-from harness.launch.snapshot import code_copy, copied, own_copy
-from harness.store.errors import StoreError
+from harness.launch.snapshot import code_copy, own_copy
 from harness.store.provenance import files_digest, sources_digest
 
 
@@ -42,22 +41,6 @@ def test_the_same_code_is_one_copy(tmp_path, origin):
     first, second = (code_copy(tmp_path / "runs", origin, take=True) for _ in range(2))
     assert first == second
     assert len(list((tmp_path / "runs" / ".snapshots").iterdir())) == 1
-
-
-def test_a_copy_that_a_crash_left_empty_files_in_is_made_again(tmp_path, origin, monkeypatch):
-    taken = code_copy(tmp_path / "runs", origin, take=True)
-    (taken / "harness" / "__init__.py").write_text("")
-    monkeypatch.setattr(snapshot, "_WHOLE", set())  # another process asks
-    assert code_copy(tmp_path / "runs", origin, take=True) == taken
-    assert (taken / "harness" / "__init__.py").read_text() == "WORD = 'then'\n"
-
-
-def test_a_file_that_changes_meanwhile_is_no_snapshot(tmp_path, origin, monkeypatch):
-    target = code_copy(tmp_path / "runs", origin, take=False)
-    (origin / "run.py").write_text("edited between the digest and the copy")
-    with pytest.raises(StoreError, match="changed while it was copied"):
-        copied(origin, ["harness/__init__.py", "run.py"], target)
-    assert not list(target.parent.iterdir())
 
 
 def test_the_real_one_has_the_sources_of_this_process(tmp_path):

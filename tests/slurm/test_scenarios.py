@@ -222,14 +222,6 @@ def test_a_drained_node_lets_its_run_end_and_takes_no_other(cluster: Cluster, tm
     assert name not in json.loads(other.provenance.read_text())["environment"]["SLURM_JOB_NODELIST"]
 
 
-@EITHER
-def test_held_says_how_to_release(cluster: Cluster, tmp_path: Path) -> None:
-    cluster.hold()
-    run = one(tmp_path)
-    cluster.ask("scontrol", "hold", job(run))
-    assert f"held; scontrol release {job(run)}" in reason(run)
-
-
 @ACCOUNTING
 def test_a_higher_partition_takes_its_node(
     cluster: Cluster, tmp_path: Path, gate: Gate, undisturbed: list[RunDir]

@@ -271,12 +271,6 @@ WAITING = frozenset(
 )
 RUNNING = frozenset({"RUNNING", "COMPLETING", "SIGNALING", "STAGE_OUT", "STOPPED", "SUSPENDED", "RESIZING"})
 
-_HELD = re.compile(r"held|hold|SPECIAL_EXIT", re.IGNORECASE)
-_NEVER = re.compile(
-    r"PartitionNodeLimit|PartitionTimeLimit|BadConstraints|DependencyNeverSatisfied|InvalidAccount|InvalidQOS|"
-    r"AccountNotAllowed|QOSNotAllowed"
-)
-
 ENDS: dict[str, tuple[State, str]] = {
     "CANCELLED": (State.cancelled, ""),
     "TIMEOUT": (
@@ -299,27 +293,13 @@ def judge(status: Status, job: Job) -> tuple[State, str] | None:
     where, on = f"SLURM job {job.id} is {job.state}", f" on {job.nodes}" if job.nodes else ""
     if job.state in WAITING:
         state = State.preempted if status.state is State.preempted else State.queued
-        return state, f"{where} ({job.detail}){_advice(job)}"
+        return state, f"{where} ({job.detail})"
     if job.state in RUNNING:
         return State.running, f"{where}{on}" + ("" if status.state is State.running else ", starting")
     if job.state not in ENDS and job.state not in FAILURES:
         return None
-    state, why = ENDS.get(job.state, (State.failed, f" before the run could say why; its log: {log_of(status, job)}"))
+    state, why = ENDS.get(job.state, (State.failed, f" before the run could say why; its log is in {SUBMISSIONS}"))
     if status.state is State.preempted and state is not State.cancelled:
         return State.lost, f"{where} ({job.detail}); the run had saved, and was not put back into the queue"
     detail = f" ({job.detail})" if job.detail else ""
     return state, f"{where}{detail}{on}{why}"
-
-
-def _advice(job: Job) -> str:
-    if _HELD.search(job.state) or _HELD.search(job.detail):
-        return f": held; scontrol release {job.id}"
-    if _NEVER.search(job.detail):
-        return ": waiting will not help; cancel it, change cluster.*, and ask again"
-    return ""
-
-
-def log_of(status: Status, job: Job) -> str:
-    """Log of the batch script, under the store's root; a job's name begins with its study."""
-    study = job.name.removesuffix(f"-{status.submission}") if status.submission else job.name.rpartition("-")[0]
-    return f"{study or '*'}/{SUBMISSIONS}/{status.submission or '*'}/{job.id}_0_log.out"

@@ -32,7 +32,7 @@ from harness.config.errors import refuse
 from harness.config.schema import Backend, Device, SharpAxis
 from harness.launch.local.run import Ended
 from harness.launch.opening import Action, Decision, Opened, Sources, look, open_attempt
-from harness.launch.slurm.scheduler import Scheduler, SlurmError, ask, max_array_size
+from harness.launch.slurm.scheduler import NoAnswer, ask, max_array_size
 from harness.launch.slurm.task import write_tasks
 from harness.launch.snapshot import code_copy
 from harness.store import provenance, status
@@ -42,26 +42,13 @@ from harness.store.provenance import python_path
 from harness.store.rank_place import FOREIGN, is_slurm_step
 from harness.store.reading import read_text
 from harness.store.rundir import CODE_OF, DRY_RUN, RunDir, Store, request_cancel
+from harness.store.screen import counted
 from harness.store.status import SUBMISSIONS, JobProbe, Keeper, State, Status
 
-OF_A_JOB = ("SLURM_", "SLURMD_", "SRUN_")
-OF_THE_USER = frozenset({"SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT"})
-
-UNASKED = frozenset({"SBATCH_ARRAY_INX", "SBATCH_ERROR", "SBATCH_NO_REQUEUE", "SBATCH_WAIT"})
-
-OPTIONS = {"timelimit": "time", "mem-per-node": "mem", "mem-per-cpu": "mem", "mem-per-gpu": "mem"}
+OF_SLURM = ("SLURM_", "SLURMD_", "SRUN_", "SBATCH_")
+OF_THE_SITE = frozenset({"SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT"})
 
 OnDecision = Callable[[Cell, Decision], None]
-
-
-@dataclass(frozen=True)
-class Array:
-    jobs: tuple[str, ...]
-    runs: tuple[Path, ...]
-
-    def describe(self) -> str:
-        main = self.jobs[0].partition("_")[0]
-        return f"{len(self.runs)} cell{'s' * (len(self.runs) > 1)} as SLURM job {main}"
 
 
 def is_remote(cell: Cell) -> bool:
@@ -70,12 +57,12 @@ def is_remote(cell: Cell) -> bool:
 
 def submit_cells(
     store: Store, cells: Sequence[Cell], sources: Sources, jobs: JobProbe | None, on_decision: OnDecision
-) -> list[Array]:
-    """Submit cells that are neither done nor in use, without waiting.
+) -> list[str]:
+    """Submit cells that are neither done nor in use, without waiting; a description of each array.
 
     Raises `StoreError`: sbatch refused; the cells of that array have failed, with its message.
     """
-    submitted: list[Array] = []
+    submitted: list[str] = []
     for study in dict.fromkeys(cell.study for cell in cells):
         with store.study_lock(study):
             of_study = [cell for cell in cells if cell.study == study]
@@ -94,41 +81,21 @@ def planned(store: Store, wanted: Wanted) -> list[Batch]:
     return list(batches(store, wanted, code=code_copy(store.root, take=False), limit=max_array_size()))
 
 
-def _submit(store: Store, batch: Batch, sources: Sources) -> Array:
-    opened = [
-        open_attempt(store, cell, decision, sources, _first_status(batch.token, index))
-        for index, (cell, decision) in enumerate(batch.wanted)
-    ]
+def _submit(store: Store, batch: Batch, sources: Sources) -> str:
+    opened = []
+    for index, (cell, decision) in enumerate(batch.wanted):
+        first = Status(State.queued, "being submitted", 0, Keeper.slurm, submission=batch.token, index=index)
+        opened.append(open_attempt(store, cell, decision, sources, first))
     store.remember(opened[-1].run)
     private_folder(batch.folder)
     try:
         write_atomic(batch.folder / CODE_OF, "".join(f"{name}\n" for name in _copies(batch, opened)))
-        jobs = _sbatch(batch, opened)
+        job = _sbatch(batch, opened)
     except Exception as error:
-        jobs = _taken(batch, len(opened))
-        if not jobs:
-            raise _not_submitted(batch, opened, error) from error
-    for one, job in zip(opened, jobs, strict=True):
-        status.note_job(one.run.path, one.attempt, job)
-    return Array(tuple(jobs), tuple(one.run.path for one in opened))
-
-
-def _taken(batch: Batch, count: int) -> list[str]:
-    """Jobs that SLURM has although sbatch failed, because its answer was lost.
-
-    SLURM accepts an array in full, so one element gives all numbers; others may be forgotten already.
-    """
-    scheduler = Scheduler()
-    try:
-        found = [scheduler.job_of(_first_status(batch.token, index)) for index in range(count)]
-    except SlurmError:
-        return []
-    number = next((job.main for job in found if job is not None), None)
-    return [] if number is None else _numbers(number, count)
-
-
-def _numbers(job: str, count: int) -> list[str]:
-    return [f"{job}_{index}" for index in range(count)] if count > 1 else [job]
+        raise _not_submitted(batch, opened, error) from error
+    for index, one in enumerate(opened):
+        status.note_job(one.run.path, one.attempt, f"{job}_{index}" if len(opened) > 1 else job)
+    return f"{counted(len(opened), 'cell')} as SLURM job {job}"
 
 
 _NO_ANSWER = re.compile(r"timed out|timeout|zero bytes were transmitted|connection (reset|refused)", re.IGNORECASE)
@@ -136,7 +103,7 @@ _NO_ANSWER = re.compile(r"timed out|timeout|zero bytes were transmitted|connecti
 
 def _not_submitted(batch: Batch, opened: Sequence[Opened], error: Exception) -> StoreError:
     folder, words = f"\n(folder of the submission: {batch.folder})", str(error).removeprefix("sbatch: ").strip()
-    if _NO_ANSWER.search(words):
+    if isinstance(error, NoAnswer) or _NO_ANSWER.search(words):
         message = f"sbatch had no answer: {words}; in a minute it shows whether SLURM took the jobs, then ask again"
         return StoreError(message + folder)
     message = f"not submitted: {words}" if isinstance(error, OSError) else f"sbatch refused: {words}"
@@ -151,73 +118,95 @@ def _copies(batch: Batch, opened: Sequence[Opened]) -> list[str]:
     return [batch.code.name, *sorted(own)]
 
 
-def _first_status(token: str, index: int) -> Status:
-    return Status(State.queued, "being submitted", 0, Keeper.slurm, submission=token, index=index)
-
-
-def _sbatch(batch: Batch, opened: Sequence[Opened]) -> list[str]:
+def _sbatch(batch: Batch, opened: Sequence[Opened]) -> str:
+    """Number of the job."""
     text, script = batch.script(), batch.folder / "submission.sh"
     for one in opened:
         write_atomic(one.run.attempt_dir(one.attempt) / "submit.sh", text)
     script.write_text(text, encoding="utf-8")  # not by `write_atomic`, which replaces secrets
     write_tasks(batch.folder, [(one.run.path, one.attempt) for one in opened])
-    answer = ask("sbatch", str(script), environment=sbatch_environment(text, os.environ))
+    answer = ask("sbatch", str(script), environment=sbatch_environment(os.environ))
     job = re.search(r"\bjob (\d+)", answer)
     if job is None:
-        raise SlurmError(f"sbatch: no number of a job in {answer!r}")
-    return _numbers(job[1], len(opened))
+        raise NoAnswer(f"sbatch: no number of a job in {answer!r}")
+    return job[1]
 
 
-def sbatch_environment(script: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """Variables without those of a surrounding job, whose counts and memory sbatch would inherit, and those that
-    override the script; those for options it leaves open (`SBATCH_ACCOUNT`) stay."""
-    said = set(re.findall(r"^#SBATCH --([a-z-]+)", script, re.MULTILINE))
-    inside = "SLURM_JOB_ID" in environment
+def sbatch_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Variables without those that sbatch would believe before the script: the user's, and those of a surrounding
+    job."""
     return {
         name: value
         for name, value in environment.items()
-        if not (inside and (name in FOREIGN or (name.startswith(OF_A_JOB) and name not in OF_THE_USER)))
-        and name not in UNASKED
-        and _option(name) not in said
+        if name in OF_THE_SITE or not (name in FOREIGN or name.startswith(OF_SLURM))
     }
 
 
-def _option(variable: str) -> str:
-    prefix, _, name = variable.partition("_")
-    plain = name.lower().replace("_", "-")
-    return OPTIONS.get(plain, plain) if prefix == "SBATCH" else ""
-
-
 Wanted = Sequence[tuple[Cell, Decision]]
+UNLIMITED = 1_000_000
 
 
 @dataclass(frozen=True)
 class Batch:
-    study: str
-    wanted: tuple[tuple[Cell, Decision], ...]
+    """Cells of one study and shape of resources, an array."""
+
+    wanted: Wanted
     token: str
     """Unique token of a submission: hash of the root, the cells and their attempts."""
     root: Path
     code: Path
+    """Folder whose `harness` the jobs run."""
 
     @property
     def folder(self) -> Path:
-        return self.root / self.study / SUBMISSIONS / self.token
+        return self.root / self.wanted[0][0].study / SUBMISSIONS / self.token
 
     @property
     def dry_file(self) -> Path:
-        return self.root / self.study / DRY_RUN / f"{self.token}.sh"
+        return self.root / self.wanted[0][0].study / DRY_RUN / f"{self.token}.sh"
 
     @property
     def parameters(self) -> dict[str, Any]:
-        several = {"map_count": len(self.wanted)} if len(self.wanted) > 1 else {}
-        return Shape(self.wanted[0][0]).parameters(f"{self.study}-{self.token}", self.code) | several
+        """Parameters of submitit for SLURM."""
+        cell, count = self.wanted[0][0], len(self.wanted)
+        asked, network = cell.config["cluster"], _network(cell)
+        flags = dict.fromkeys((flag.replace("_", "-") for flag in asked["flags"]), True)
+        further = {key.replace("_", "-"): value for key, value in sorted(asked["additional"].items())}
+        memory = asked["mem_gb"]
+        return {
+            "job_name": f"{cell.study}-{self.token}",
+            "nodes": asked["nodes"],
+            "ntasks_per_node": _ranks_per_node(cell),
+            "cpus_per_task": cpus_per_rank(asked),
+            "gpus_per_node": asked["gpus_per_node"] or None,
+            "mem": None if memory is None else f"{math.ceil(memory * 1024)}M" if memory else "0",
+            **{name: asked[name] for name in ("partition", "account", "qos")},
+            "time": asked["time_min"],
+            "signal_delay_s": asked["grace_s"],
+            "setup": [
+                *asked["setup"],
+                f"export PYTHONPATH={shlex.quote(str(self.code))}${{PYTHONPATH:+:$PYTHONPATH}}",
+            ],
+            # bash ends with its last command's exit code, and that must be the ranks'
+            "teardown": ["ranks=$?", *asked["teardown"], "exit $ranks"] if asked["teardown"] else None,
+            "wckey": None,  # submitit's own key is refused where keys are enforced
+            "array_parallelism": asked["array_parallelism"] or UNLIMITED,
+            "stderr_to_stdout": True,
+            "additional_parameters": {
+                "requeue": True,
+                **({"network": network} if network else {}),
+                **further,
+                **flags,
+            },
+            "srun_args": _srun_words(cell),
+            **({"map_count": count} if count > 1 else {}),
+        }
 
     def script(self) -> str:
         """The command of each rank has `-P`, which excludes the working directory's `harness`."""
         from submitit.slurm.slurm import _make_sbatch_string
 
-        python = Shape(self.wanted[0][0]).python or shlex.quote(sys.executable)
+        python = self.wanted[0][0].config["cluster"]["python"] or shlex.quote(sys.executable)
         command = f"{python} -P -u -m harness.launch.slurm.task {shlex.quote(str(self.folder))}"
         text: str = _make_sbatch_string(command=command, folder=self.folder, **self.parameters)
         return text
@@ -228,12 +217,14 @@ def batches(store: Store, wanted: Wanted, *, code: Path, limit: int) -> Iterator
 
     Args: wanted: cells in order of start. code: folder whose `harness` the jobs run.
     """
-    decisions = {cell.signature: decision for cell, decision in wanted}
-    for cells in alike([cell for cell, _ in wanted]):
-        for start in range(0, len(cells), limit):
-            chunk = cells[start : start + limit]
-            pairs = tuple((cell, decisions[cell.signature]) for cell in chunk)
-            yield Batch(chunk[0].study, pairs, _token(store, chunk), store.root, code)
+    alike: dict[str, list[tuple[Cell, Decision]]] = {}
+    for cell, decision in wanted:
+        shape = [cell.study, cell.config["cluster"], _ranks_per_node(cell), _network(cell)]
+        alike.setdefault(json.dumps(shape, sort_keys=True), []).append((cell, decision))
+    for pairs in alike.values():
+        for start in range(0, len(pairs), limit):
+            chunk = pairs[start : start + limit]
+            yield Batch(chunk, _token(store, [cell for cell, _ in chunk]), store.root, code)
 
 
 def _token(store: Store, cells: Sequence[Cell]) -> str:
@@ -242,77 +233,23 @@ def _token(store: Store, cells: Sequence[Cell]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
-UNLIMITED = 1_000_000
+def _ranks_per_node(cell: Cell) -> int:
+    """From plain values, because typing a thousand cells takes a minute."""
+    return int(cell.config["mesh"]["world_size"] // cell.config["cluster"]["nodes"])
 
 
-class Shape:
-    """Resources of a cell, from plain values, because typing a thousand cells takes a minute."""
-
-    def __init__(self, cell: Cell) -> None:
-        cluster: dict[str, Any] = cell.config["cluster"]
-        self.nodes: int = cluster["nodes"]
-        self.ranks_per_node: int = cell.config["mesh"]["world_size"] // self.nodes
-        self.cpus_per_rank = cpus_per_rank(cluster)
-        self.python: str | None = cluster["python"]
-        self._root: str = cell.config["launch"]["root"]
-        self._network = _network(cell)
-        self._cluster = cluster
-
-    @property
-    def key(self) -> str:
-        """Equal for cells that fit into one array."""
-        return json.dumps([self._cluster, self.ranks_per_node, self._network, self._root], sort_keys=True)
-
-    def parameters(self, name: str, code: Path) -> dict[str, Any]:
-        """Parameters of submitit for SLURM. Args: code: folder whose `harness` the job runs."""
-        asked = self._cluster
-        flags = dict.fromkeys((flag.replace("_", "-") for flag in asked["flags"]), True)
-        further = {key.replace("_", "-"): value for key, value in sorted(asked["additional"].items())}
-        memory = asked["mem_gb"]
-        return {
-            "job_name": name,
-            "nodes": self.nodes,
-            "ntasks_per_node": self.ranks_per_node,
-            "cpus_per_task": self.cpus_per_rank,
-            "gpus_per_node": asked["gpus_per_node"] or None,
-            "mem": None if memory is None else f"{math.ceil(memory * 1024)}M" if memory else "0",
-            **{name: asked[name] for name in ("partition", "account", "qos")},
-            "time": asked["time_min"],
-            "signal_delay_s": asked["grace_s"],
-            "setup": [*asked["setup"], f"export PYTHONPATH={shlex.quote(str(code))}${{PYTHONPATH:+:$PYTHONPATH}}"],
-            # bash ends with its last command's exit code, and that must be the ranks'
-            "teardown": ["ranks=$?", *asked["teardown"], "exit $ranks"] if asked["teardown"] else None,
-            "wckey": None,  # submitit's own key is refused where keys are enforced
-            "array_parallelism": asked["array_parallelism"] or UNLIMITED,
-            "stderr_to_stdout": True,
-            "additional_parameters": {
-                "requeue": True,
-                **({"network": self._network} if self._network else {}),
-                **further,
-                **flags,
-            },
-            "srun_args": self.srun_words(),
-        }
-
-    def srun_words(self) -> list[str]:
-        # srun takes no cpus-per-task from sbatch since 22.05; a rank that dies must take the step down; and where the
-        # job began with no variables (SBATCH_EXPORT=NONE) its ranks would lack PYTHONPATH, and run other code
-        own = ["--kill-on-bad-exit=1", f"--cpus-per-task={self.cpus_per_rank}", "--export=ALL"]
-        return [*own, *self._cluster["srun_args"]]
+def _srun_words(cell: Cell) -> list[str]:
+    # srun takes no cpus-per-task from sbatch since 22.05; a rank that dies must take the step down; and where the
+    # job began with no variables (additional: {export: NONE}) its ranks would lack PYTHONPATH, and run other code
+    cluster = cell.config["cluster"]
+    own = ["--kill-on-bad-exit=1", f"--cpus-per-task={cpus_per_rank(cluster)}", "--export=ALL"]
+    return [*own, *cluster["srun_args"]]
 
 
 def _network(cell: Cell) -> str | None:
     sharp, cluster = cell.config["sharp"], cell.config["cluster"]
     wanted = SharpAxis[sharp["group"]].is_asked and sharp["infiniband"]
     return cluster["sharp_network"] if wanted and cluster["device"] == Device.cuda.name else None
-
-
-def alike(cells: Sequence[Cell]) -> list[list[Cell]]:
-    """Cells of one study and shape together, in the order of the first of each."""
-    groups: dict[str, list[Cell]] = {}
-    for cell in cells:
-        groups.setdefault(cell.study + Shape(cell).key, []).append(cell)
-    return list(groups.values())
 
 
 # -- steps of an allocation --------------------------------------------------------------------------------------------
@@ -338,11 +275,10 @@ def check_allocation(cells: Sequence[Cell], environment: Mapping[str, str] = os.
 
 
 def step_command(cell: Cell, folder: str) -> list[str]:
-    shape = Shape(cell)
-    python = [sys.executable] if shape.python is None else shlex.split(shape.python)
-    ranks = shape.ranks_per_node
-    sizes = [f"--nodes={shape.nodes}", f"--ntasks={shape.nodes * ranks}", f"--ntasks-per-node={ranks}"]
-    return ["srun", *sizes, *shape.srun_words(), *python, "-P", "-u", "-m", "harness.launch.slurm.task", folder]
+    cluster, ranks = cell.config["cluster"], _ranks_per_node(cell)
+    python = [sys.executable] if cluster["python"] is None else shlex.split(cluster["python"])
+    sizes = [f"--nodes={cluster['nodes']}", f"--ntasks={cluster['nodes'] * ranks}", f"--ntasks-per-node={ranks}"]
+    return ["srun", *sizes, *_srun_words(cell), *python, "-P", "-u", "-m", "harness.launch.slurm.task", folder]
 
 
 def run_step(opened: Opened, lock: Lock) -> Ended:
