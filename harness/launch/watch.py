@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 from harness.launch.slurm.scheduler import probe
 from harness.launch.terminal import Terminal
@@ -20,9 +21,8 @@ from harness.store.status import MOVING, JobProbe, State
 from harness.store.step_time import median_step_time, rates
 
 POLL_S = 2.0
-HEADER = ("run", "state", "step", "loss", "held out", "ms/step", "tokens/s", "TFLOP/s", "MFU", "left", "reason")
 LEGIBLE = 24
-OPTIONAL = frozenset(map(HEADER.index, ("held out", "tokens/s", "TFLOP/s", "MFU")))
+OPTIONAL = frozenset({"held out", "tokens/s", "TFLOP/s", "MFU"})
 """Columns that are left out where no run has them."""
 
 
@@ -31,46 +31,32 @@ class Row:
     name: str
     study: str
     state: str
-    stale: bool
-    step: int
-    steps: int
-    loss: float | None
-    step_time_s: float | None
     reason: str
-    held_out: float | None = None
-    """Newest loss on held-out data."""
-    tokens: float | None = None
-    """Tokens a second; rates are those at the median step time."""
-    tflops: float | None = None
-    """TFLOP/s of a rank."""
-    mfu: float | None = None
-    """Per cent."""
+    shown: Mapping[str, str]
+    """Texts between name and reason, by the heads of their columns."""
 
     @property
     def bad(self) -> bool:
         return self.state in (State.failed, State.lost)
 
-    @property
-    def left_s(self) -> float | None:
-        """Seconds to its end by the median step; None unless it runs."""
-        if self.state != State.running or self.step_time_s is None:
-            return None
-        return (self.steps - self.step) * self.step_time_s
 
-    def cells(self) -> tuple[str, ...]:
-        return (
-            self.name,
-            self.state + (", stale" if self.stale else ""),
-            f"{self.step}/{self.steps}",
-            "" if self.loss is None else f"{self.loss:.4f}",
-            "" if self.held_out is None else f"{self.held_out:.4f}",
-            "" if self.step_time_s is None else f"{1e3 * self.step_time_s:.0f}",
-            "" if self.tokens is None else screen.quantity(self.tokens),
-            "" if self.tflops is None else f"{self.tflops:.3g}",
-            "" if self.mfu is None else f"{self.mfu:.1f} %",
-            "" if self.left_s is None else screen.duration(self.left_s),
-            "" if self.reason in (f"{self.steps} steps", "1 step") else " ".join(self.reason.split()),
-        )
+def columns(
+    state: str, stale: bool, steps: int, last: Mapping[str, Any], step_time_s: float | None, held_out: float | None
+) -> dict[str, str]:
+    """Args: steps: of the whole run. last: its newest record. step_time_s: its median. held_out: newest such loss."""
+    rate, step = rates(last, step_time_s), last.get("step", 0)
+    left_s = None if state != State.running or step_time_s is None else (steps - step) * step_time_s
+    numbers: dict[str, tuple[float | None, Callable[[float], str]]] = {
+        "loss": (last.get("loss"), "{:.4f}".format),
+        "held out": (held_out, "{:.4f}".format),
+        "ms/step": (step_time_s and 1e3 * step_time_s, "{:.0f}".format),
+        "tokens/s": (rate.get("tokens"), screen.quantity),
+        "TFLOP/s": (rate.get("tflops"), "{:.3g}".format),
+        "MFU": (rate.get("mfu"), "{:.1f} %".format),
+        "left": (left_s, screen.duration),
+    }
+    texts = {head: "" if value is None else said(value) for head, (value, said) in numbers.items()}
+    return {"state": state + ", stale" * stale, "step": f"{step}/{steps}", **texts}
 
 
 def row(run: RunDir, jobs: JobProbe | None, digest: str) -> Row:
@@ -81,20 +67,11 @@ def row(run: RunDir, jobs: JobProbe | None, digest: str) -> Row:
         held_out = last_numbers(run.metrics, ("validation/loss",), TAIL_BYTES)["validation/loss"]
         stale = provenance.is_stale(run.path, digest)
     except (StoreError, OSError) as error:
-        return Row(run.path.name, run.path.parent.name, "damaged", False, 0, 0, None, None, str(error))
-    return Row(
-        name=run.path.name,
-        study=run.path.parent.name,
-        state="new" if found is None else found.state.value,
-        stale=stale,
-        step=last.get("step", 0),
-        steps=steps,
-        loss=last.get("loss"),
-        step_time_s=step_time_s,
-        held_out=held_out[-1] if held_out else None,
-        **rates(last, step_time_s),
-        reason="never started" if found is None else found.reason,
-    )
+        shown = columns("damaged", False, 0, {}, None, None)
+        return Row(run.path.name, run.path.parent.name, "damaged", str(error), shown)
+    state, reason = ("new", "never started") if found is None else (found.state.value, found.reason)
+    shown = columns(state, stale, steps, last, step_time_s, held_out[-1] if held_out else None)
+    return Row(run.path.name, run.path.parent.name, state, reason, shown)
 
 
 def rows(store: Store, study: str | None, jobs: JobProbe | None) -> list[Row]:
@@ -119,10 +96,10 @@ def _counts(states: Iterable[str]) -> str:
 
 
 def _table(found: Sequence[Row], width: int) -> list[str]:
-    cells = [one.cells() for one in found]
-    kept = [place for place in range(len(HEADER)) if place not in OPTIONAL or any(each[place] for each in cells)]
-    texts = [tuple(each[place] for place in kept) for each in (HEADER, *cells)]
-    last = len(kept) - 1
+    kept = [head for head in found[0].shown if head not in OPTIONAL or any(one.shown[head] for one in found)]
+    texts = [("run", *kept, "reason")]
+    texts += [(one.name, *(one.shown[head] for head in kept), _reason(one)) for one in found]
+    last = len(kept) + 1
     widths = [max(len(text[place]) for text in texts) for place in range(last + 1)]
     explained = any(text[last] for text in texts[1:])
     fixed = sum(len(screen.GAP) + each for each in widths[1:last])
@@ -134,8 +111,13 @@ def _table(found: Sequence[Row], width: int) -> list[str]:
     if max(map(len, names)) > width - fixed:
         breaks, names = (1,), _names(found, width)
     shown = slice(None) if explained else slice(last)
-    head, *body = ((name, *text[1:])[shown] for name, text in zip([HEADER[0], *names], texts, strict=True))
+    head, *body = ((name, *text[1:])[shown] for name, text in zip(["run", *names], texts, strict=True))
     return screen.table(head, body, width, flexible=(last, 0), firm=(0,), breaks=breaks, rule=False)
+
+
+def _reason(one: Row) -> str:
+    """In one line; nothing of a run that is done: its steps stand beside it."""
+    return "" if re.fullmatch(r"\d+ steps?", one.reason) else " ".join(one.reason.split())
 
 
 def _names(found: Sequence[Row], room: int) -> list[str]:

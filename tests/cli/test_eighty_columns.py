@@ -84,13 +84,13 @@ STUDIES = {2: ["single-no_shard-fp32-dp1-k4", GRID[10]], 6: GRID[7:13], 30: GRID
 
 def the_rows(cells: int) -> list[watch.Row]:
     return [
-        watch.Row(f"tiny-{name}-{place:08x}", "s", *_state(place), 3, 20, 3.3, 0.123, STATES[place % 4][1])
+        watch.Row(f"tiny-{name}-{place:08x}", "s", *STATES[place % 4], _columns(place))
         for place, name in enumerate(STUDIES[cells])
     ]
 
 
-def _state(place: int) -> tuple[str, bool]:
-    return STATES[place % 4][0], place % 5 == 0
+def _columns(place: int) -> dict[str, str]:
+    return watch.columns(STATES[place % 4][0], place % 5 == 0, 20, {"step": 3, "loss": 3.3}, 0.123, None)
 
 
 @pytest.mark.parametrize("columns", [60, 80, 100])
