@@ -21,7 +21,7 @@ import numpy as np
 from harness.config.roundoff import SIXTEEN_BITS
 from harness.config.update_rule import KNOWN
 from harness.parity.alone import every_step, optimizer, structure, witness
-from harness.parity.outcome import REFUTED, SELDOM, Finding, Grade, Outcome, Stage, Verdict, fact, worst
+from harness.parity.outcome import REFUTED, Finding, Grade, Outcome, Stage, Verdict, fact, worst
 from harness.parity.record import Record
 from harness.parity.telling import wording
 from harness.parity.tiers import bitwise, comparable, divergence, forward, numeric, trajectory
@@ -156,12 +156,12 @@ class Judgement:
     def _right(self, finding: Finding) -> list[int] | None:
         """Steps in which the run that a finding of its own accuses was asked the same, and was right; else None."""
         accused = 0 if any(each is finding for each in self._of_itself[0]) else 1
-        columns = (*every_step.REQUIRED, every_step.RECOMPUTED)
-        column = next((name for name in columns if every_step.LOOKS[name].check == finding.check), None)
+        looks = every_step.LOOKS.items()
+        column = next((name for name, look in looks if look.words and look.check == finding.check), None)
         if column is not None:
             runs = (self.arm, self.envelope.arm), (self.control, self.envelope.control)
             return every_step.right_in(column, *runs[accused])
-        if finding.check not in SELDOM:
+        if finding.check not in (optimizer.IN_16_BITS, witness.OF_FORWARD):  # of captured steps
             return None
         own = self._of_itself[accused]
         return [f.step for f in own if f.check == finding.check and f.grade is Grade.ok and f.step is not None]
@@ -390,7 +390,7 @@ class Judgement:
     def _claim(self, outcome: Outcome, failed: Sequence[Finding]) -> str:
         seen, of_tensors = self._looked_at(), comparable.is_one(self.arm, self.control)
         if failed:
-            again, length = seen.get(wording.AGAIN, ()), self.arm.length
+            again, length = seen.get(every_step.RECOMPUTED, ()), self.arm.length
             told = wording.wrong_of(
                 outcome, failed, self._besides, self._right, of_tensors=of_tensors, again=again, length=length
             )

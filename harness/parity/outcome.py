@@ -112,16 +112,6 @@ def grade(observed: float, allowed: float, refuted: float) -> Grade:
     return Grade.doubt if observed <= refuted else Grade.bad
 
 
-WORKED_OUT = "gradient worked out again"
-"""Check of a forward and backward by the plain model, in a few steps."""
-
-IN_16_BITS = "update by the rule, rounded once"
-
-OF_FORWARD = "weights of the forward"
-
-SELDOM = (IN_16_BITS, OF_FORWARD)
-"""Checks of one run in captured steps: a failure may have begun at any step since the last one that was right."""
-
 REFUTED = 2.0
 """Multiple of what is allowed beyond which rounding is refuted; between the two is doubt."""
 
@@ -191,7 +181,7 @@ class Verdict:
     commands: tuple[str, ...] = ()
     """Next commands: the first shows the first bad tensor, or judges again."""
     script: str = ""
-    """Command that reproduces the first bad finding alone (`script.write_script`); may be empty."""
+    """Command that makes both runs again and tells if the first finding lasts (`script.write_script`); may be empty."""
 
     @property
     def exit_code(self) -> int:

@@ -212,12 +212,3 @@ TWINS = [
     for control in (WIDE, BF16)
     for strategy in ("optim", "optim_grads_params")
 ]
-
-UNSHOWN = (
-    *("gradient distance, sketched", "length of a gradient"),  # a baseline has no tensor whole
-    *("comparable", "resolution", "gradients captured", "update is made"),  # evidence is missing or too weak
-    "files as the run left them",
-    *("weights at the end", "weights at the end, sketched", "weights at the end follow"),  # whole runs, whole weights
-    *("output of a module", "loss given the logits", "update left out"),
-)
-"""Checks of which no script shows anything."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,10 +17,8 @@ from harness.config import update_rule
 from harness.config.update_rule import Rule, UpdateState
 from harness.parity import compare
 from harness.parity.alone import optimizer
-from harness.parity.outcome import IN_16_BITS, Finding, Grade, Outcome, Stage
+from harness.parity.outcome import Finding, Grade, Outcome, Stage
 from harness.parity.record import load
-from harness.parity.telling import script
-from harness.store.rundir import RunDir
 from tests.parity.arms import Arm, Params, broken
 from tests.parity.conftest import Bench
 from tests.parity.edits import edit_json
@@ -77,7 +74,7 @@ def wrong_in_16_bits(bench: Bench) -> list[str]:
     """Of a decay that only one weight in a hundred notices, and of none that is left out."""
     clean, faulty = (judged(bench.run(arm)) for arm in (PURE, broken(PURE, no_decay=True)))
     told = [(f.check, f.step, f.grade) for f in (*clean, *faulty)]
-    return [] if told == [(IN_16_BITS, 1, grade) for grade in (Grade.ok, Grade.bad)] else list(map(str, told))
+    return [] if told == [(optimizer.IN_16_BITS, 1, grade) for grade in (Grade.ok, Grade.bad)] else list(map(str, told))
 
 
 def test_a_decay_that_few_weights_notice_is_told_by_their_bits(bench: Bench) -> None:
@@ -277,17 +274,6 @@ SLIPS = {
 def test_a_slip_of_muons_rule_is_noticed(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     SLIPS[name].put(monkeypatch)
     assert max(muons_distance(shape, {}) for shape in ((40, 24), (24, 40))) > 1
-
-
-def test_options_in_a_script_are_those_that_torchs_class_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A matrix that Muon steps has Muon's, what stands beside it AdamW's."""
-    monkeypatch.setattr(script, "read_summary", lambda _: {"orthogonalized": ["matrix"]})
-    for tensor, name in (("matrix", "Muon"), ("vector", "AdamW")):
-        told = script._rule(MUON, RunDir(Path()), tensor)
-        options = ast.literal_eval(script._constant("OPTIONS", told["OPTIONS"]).partition(" = ")[2])
-        assert told["RULE"] == name
-        assert options == told["OPTIONS"]
-        getattr(torch.optim, name)([torch.nn.Parameter(torch.ones(2, 2))], **options)
 
 
 MUTANTS: dict[str, tuple[str, Callable[[Any], Any]]] = {

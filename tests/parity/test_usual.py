@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 
-from harness.parity import study_text
+from harness.config.catalog import ROOT
+from harness.parity import compare, study_text
 from harness.parity.outcome import Finding, Grade, Stage, StudyVerdict
 from harness.parity.telling import render
-from harness.parity.telling.script import LOOKS
 from harness.wandb_sync.sync import margin
 from tests.parity.conftest import Bench
-from tests.parity.corpus import FAULTS, UNSHOWN
+from tests.parity.corpus import FAULTS
+from tests.parity.lab import CLEAN
+from tests.parity.test_witness import CONTROL, SEEN
 from tests.support.mutants import Slip, each
 
 SAMPLED, SCALE = "update by the rule, sampled", "gradient scale"
@@ -24,9 +27,23 @@ def row(check: str, ratio: float, grade: Grade = Grade.ok) -> Finding:
     return Finding("T2", check, Stage.optimizer, grade, ratio, 1.0, step=1)
 
 
+def explained() -> set[str]:
+    """Checks that the page of verdicts has a sentence of."""
+    page = (ROOT / "docs/verdicts.md").read_text().partition("## Every check in a sentence\n")[2].partition("\n## ")[0]
+    return {row.split(" | ")[0].removeprefix("| ") for row in page.splitlines() if row.startswith("| ")} - {"check"}
+
+
+def test_every_check_is_explained(bench: Bench) -> None:
+    verdicts = [bench.judge(case) for case in FAULTS] + [compare(bench.run(SEEN), bench.run(CONTROL), sources=CLEAN)]
+    seen = {finding.check for verdict in verdicts for finding in (*verdict.evidence, *verdict.findings)}
+    assert {check for check in seen if not check.endswith((" bits", " is finite"))} <= explained()
+    sources = "".join(path.read_text() for path in (ROOT / "harness/parity").rglob("*.py"))
+    assert {check for check in explained() if f'"{re.split(", | given", check)[0]}' not in sources} == set()
+
+
 def test_the_table_is_of_checks_that_clean_pairs_pass() -> None:
     shares = render.shares()
-    assert shares.keys() <= {*LOOKS, *UNSHOWN}
+    assert shares.keys() <= explained()
     assert all(0 <= share < 1 for share in shares.values())
     assert 0.4 < shares[SAMPLED] < 0.6, "it named itself in nearly every table"
     assert len(shares) > 25

@@ -190,7 +190,7 @@ def wrong_weights(it: Witnessed) -> Iterator[str]:
 
 def wrong_places(it: Witnessed) -> Iterator[str]:
     """A stage is right where both runs saw it so, at the step and before it."""
-    seen = {*every_step.ALWAYS, *every_step.SEEN}
+    seen = {*every_step.ALWAYS, *(LOOKS[name].stage for name in every_step.REQUIRED)}
     cases: list[tuple[tuple[Record, Record], list[tuple[int | None, Stage]], set[Stage]]] = [
         ((it.clean, it.control), [], seen),
         ((it.saying("sum", AT, np.nan), it.control), [], seen - {Stage.reduction}),

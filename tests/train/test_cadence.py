@@ -150,6 +150,6 @@ def test_a_fault_among_steps_left_out_is_said_to_have_begun_there(runs: dict[str
     "Checks of every step: cadence", "a fault begins where it is seen", "Steps left out before a finding are not named"
 )
 def test_an_onset_that_is_not_stated_is_noticed(runs: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    Slip(wording, "_since", "right is None", "first.check != WORKED_OUT", "").put(monkeypatch)
+    Slip(wording, "_since", "right is None", "first.check != LOOKS[RECOMPUTED].check", "").put(monkeypatch)
     with pytest.raises(AssertionError, match="begun after step 9"):
         test_a_fault_among_steps_left_out_is_said_to_have_begun_there(runs)

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from harness.config.roundoff import FINEST, RMS, SIXTEEN_BITS, UNIT
 from harness.parity.alone import structure
-from harness.parity.outcome import REFUTED, WORKED_OUT, Finding, Grade, Stage, fact
+from harness.parity.outcome import REFUTED, Finding, Grade, Stage, fact
 from harness.parity.record import Record
 from harness.parity.tiers.arithmetic import SAFETY, SIGMAS, Arithmetic
 from harness.parity.tiers.trajectory import Series
@@ -39,47 +39,65 @@ EXACT = 1e-9
 RARE = 1e-4
 """Probability that the largest sketch of a right run exceeds its bound."""
 
-REQUIRED = ("sum", "gather", "kept", "rule", "norm")
-"""Columns required for a step to be right given its past; `replicas` compares nothing on one rank."""
-
-
 OF_GRADIENTS = ("sum", "norm")
 """Columns undefined in a step skipped for overflow; its `rule` says that nothing changed."""
 
 
 @dataclass(frozen=True)
 class Look:
+    """A check of one column. words: what it looked at, for the sentence about right runs; of others none is made."""
+
     check: str
     stage: Stage
     wrong: str
     since: Stage | None = None
+    words: str = ""
 
 
 BETWEEN = "weights between steps"
 AFTER_END = "weights after the last step"
+RECOMPUTED = "again"
 
 LOOKS = {
-    "sum": Look("sum, sketched", Stage.reduction, "not the sum of what its ranks computed"),
-    "gather": Look("weights of forwards, sketched", Stage.gather, "a forward used other weights than the main ones"),
-    "kept": Look(BETWEEN, Stage.weights, "changed between two steps, by something else than the optimizer"),
-    "replicas": Look(
-        "copies, sketched", Stage.optimizer, "ranks left with different copies of one piece", since=Stage.gradient
+    "kept": Look(
+        BETWEEN, Stage.weights, "changed between two steps, by something else than the optimizer", words=BETWEEN
     ),
-    "rule": Look("update by the rule, sampled", Stage.optimizer, "not what the optimizer's rule makes of the gradient"),
-    "norm": Look("logged norm, sketched", Stage.clipping, "not the norm of the gradient that was reduced"),
-    "again": Look(
-        WORKED_OUT,
+    "gather": Look(
+        "weights of forwards, sketched",
+        Stage.gather,
+        "a forward used other weights than the main ones",
+        words="weights of forwards",
+    ),
+    "sum": Look("sum, sketched", Stage.reduction, "not the sum of what its ranks computed", words="sums of gradients"),
+    "norm": Look(
+        "logged norm, sketched", Stage.clipping, "not the norm of the gradient that was reduced", words="the norm"
+    ),
+    "rule": Look(
+        "update by the rule, sampled",
+        Stage.optimizer,
+        "not what the optimizer's rule makes of the gradient",
+        words="samples of the update",
+    ),
+    "replicas": Look(
+        "copies, sketched", Stage.optimizer, "ranks left with different copies of one piece", Stage.gradient
+    ),
+    RECOMPUTED: Look(
+        "gradient worked out again",
         Stage.gradient,
         "not what the plain model gives for the same weights and tokens",
-        since=Stage.forward,
+        Stage.forward,
+        "forwards and backwards, worked out again",
     ),
     "drift": Look(
         "the same function",
         Stage.gradient,
         "the model's code is another function than when the run began: of the seed's weights and step 1's tokens",
-        since=Stage.forward,
+        Stage.forward,
     ),
 }
+
+REQUIRED = tuple(name for name, look in LOOKS.items() if look.words and name != RECOMPUTED)
+"""Columns required for a step to be right given its past; `replicas` compares nothing on one rank."""
 
 TAKEN = Look(
     LOOKS["norm"].check,
@@ -91,9 +109,6 @@ TAKEN = Look(
 
 CLIPPED = replace(TAKEN, stage=Stage.clipping, wrong=TAKEN.wrong.replace("momentum", "moments"), since=None)
 """Meaning of `norm` where the logged norm is right and moments separate the gradient's factor."""
-
-
-RECOMPUTED = "again"
 
 
 def check(run: Record, arithmetic: Arithmetic) -> list[Finding]:
@@ -302,14 +317,6 @@ def looked_at(run: Record) -> dict[str, NDArray[np.bool_]]:
     return seen
 
 
-SEEN = {
-    Stage.weights: ("kept",),
-    Stage.gather: ("gather",),
-    Stage.reduction: ("sum",),
-    Stage.clipping: ("norm",),
-    Stage.optimizer: ("rule",),
-}
-
 ALWAYS = (Stage.record, Stage.data, Stage.checkpoint)
 """Stages cleared by comparability itself; a checkpoint has its own witness."""
 
@@ -323,10 +330,10 @@ def cleared(runs: Collection[Record], step: int, wrong: Collection[tuple[int | N
     Args: wrong: step and stage of the witnesses' findings.
     """
     found = set(ALWAYS)
-    for stage, columns in SEEN.items():
-        seen = all(_seen(run, name, at) for run in runs for name in columns for at in {max(1, step - 1), step})
-        if seen and not any(stage is each and at in (step - 1, step) for at, each in wrong):
-            found.add(stage)
+    for name in REQUIRED:
+        seen = all(_seen(run, name, at) for run in runs for at in {max(1, step - 1), step})
+        if seen and not any(LOOKS[name].stage is each and at in (step - 1, step) for at, each in wrong):
+            found.add(LOOKS[name].stage)
     return found - {Stage.gather} if any(each.gathers_twice for each in runs) else found
 
 

@@ -28,13 +28,14 @@ import numpy as np
 from harness.config.roundoff import RMS, SIXTEEN_BITS, UNIT
 from harness.config.update_rule import KNOWN, Rule, Units, UpdateState
 from harness.parity.alone import in_piece, in_run
-from harness.parity.outcome import AHEAD, IN_16_BITS, Finding, Stage
+from harness.parity.outcome import AHEAD, Finding, Stage
 from harness.parity.record import Record
 from harness.parity.tensors import Float64
 from harness.parity.tiers.arithmetic import SAFETY, rounder
 from harness.parity.tiers.gradients import HANDFUL, TensorPair, compare_values, length
 
 RULE = "update by the rule"
+IN_16_BITS = f"{RULE}, rounded once"
 
 ROUNDINGS = 16
 """Roundings of one element's update: gradient clipped (1), moments (6), corrections (2), root, sum and quotient (3),

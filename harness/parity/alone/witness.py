@@ -12,13 +12,15 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 from harness.parity.alone import in_piece, in_run
-from harness.parity.outcome import OF_FORWARD, Finding, Stage, fact
+from harness.parity.outcome import Finding, Stage, fact
 from harness.parity.record import Record
 from harness.parity.tensors import Recomputed
 from harness.parity.tiers.arithmetic import SAFETY, SIGMAS, Arithmetic
 from harness.parity.tiers.gradients import HANDFUL, TensorPair, compare_tensor, names, pool
 from harness.parity.tiers.numeric import explain
 from harness.store.screen import counted
+
+OF_FORWARD = "weights of the forward"
 
 TENSOR_SIGMAS = 6.0
 """Standard errors of one tensor's scale: a run has thousands of these, some of few elements, and none may be beyond."""

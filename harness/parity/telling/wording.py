@@ -10,7 +10,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from harness.config.words import as_word
-from harness.parity.outcome import WORKED_OUT, Finding, Grade, Outcome, Verdict, percent
+from harness.parity.alone.every_step import LOOKS, RECOMPUTED
+from harness.parity.outcome import Finding, Grade, Outcome, Verdict, percent
 from harness.parity.record import BOUNDS, IS_STALE, NOT_DONE, NOT_STARTED, Record
 from harness.parity.tiers.comparable import is_one
 from harness.parity.tiers.divergence import JUMPS
@@ -101,7 +102,7 @@ def _nothing_else(findings: Sequence[Finding], again: Sequence[int], length: int
     """Steps in which a known fault may hide another, said of one that is in all of them; else empty."""
     if not any(finding.explains_itself for finding in findings):
         return ""
-    return f"; nothing else was found; {LOOKED_AT[AGAIN]}: {_of_steps(again, length, named=NAMED_STEPS)}"
+    return f"; nothing else was found; {LOOKED_AT[RECOMPUTED]}: {_of_steps(again, length, named=NAMED_STEPS)}"
 
 
 def _clause(first: Finding, findings: Sequence[Finding], *, of_tensors: bool) -> str:
@@ -122,7 +123,7 @@ def _since(first: Finding, findings: Sequence[Finding], right: Sequence[int] | N
     before = max((step for step in right if step < first.step), default=0)
     if before == first.step - 1:
         return ""
-    done = "worked out again" if first.check == WORKED_OUT else "looked at"
+    done = "worked out again" if first.check == LOOKS[RECOMPUTED].check else "looked at"
     if not before:
         return f"; begun at any step so far: none before it was {done}, and right"
     return f"; begun after step {before}, the last one {done}, and right, before it"
@@ -140,8 +141,8 @@ def _looked_at(steps: Mapping[str, Sequence[int]], length: int, *, again: bool =
     clauses = [f"looked at in both at every step, and right: {', '.join(every)}"] if every else []
     for name, word in LOOKED_AT.items():
         found = steps.get(name, ())
-        if word not in every and (found or (name == AGAIN and again)):
-            clauses.append(f"{word}: {_of_steps(found, length, named=NAMED_STEPS if name == AGAIN else 1)}")
+        if word not in every and (found or (name == RECOMPUTED and again)):
+            clauses.append(f"{word}: {_of_steps(found, length, named=NAMED_STEPS if name == RECOMPUTED else 1)}")
     return "".join(f"; {each}" for each in clauses)
 
 
@@ -160,17 +161,7 @@ def _of_steps(steps: Sequence[int], length: int, named: int) -> str:
     return f"at {len(steps)} of {length} steps"
 
 
-AGAIN = "again"
-
-LOOKED_AT = {
-    "fed": "what it was fed",
-    "kept": "weights between steps",
-    "gather": "weights of forwards",
-    "sum": "sums of gradients",
-    "norm": "the norm",
-    "rule": "samples of the update",
-    AGAIN: "forwards and backwards, worked out again",
-}
+LOOKED_AT = {"fed": "what it was fed", **{name: look.words for name, look in LOOKS.items() if look.words}}
 
 
 def _hint(first: Finding, findings: Sequence[Finding]) -> str:
