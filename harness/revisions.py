@@ -32,8 +32,8 @@ from harness.config.words import quote
 from harness.launch.local.pool import listening
 from harness.launch.local.ranks import log_tail
 from harness.parity import Outcome, Stage, Verdict
+from harness.parity.compare import changed_defaults, compare_versions
 from harness.parity.tiers.comparable import REPEATABLE
-from harness.parity.versions import Side, changed_defaults, compare_versions
 from harness.store import checksums, commands, provenance, status
 from harness.store.errors import StoreError
 from harness.store.files import Lock
@@ -93,7 +93,7 @@ def compare_code(request: Request, old: str, new: str, tell: Callable[[str], Non
     for snapshot in snapshots:
         snapshot.check(request.words)
     before, after = (_run(snapshot, request, tell) for snapshot in snapshots)
-    verdict = compare_versions(Side(after, arm.label), Side(before, control.label), bitwise=request.bitwise)
+    verdict = compare_versions(after, before, (arm.label, control.label), bitwise=request.bitwise)
     return replace(verdict, commands=_commands(request, verdict, control, arm))
 
 

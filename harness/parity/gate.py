@@ -8,11 +8,10 @@ from typing import Any
 
 from harness.config.errors import refuse
 from harness.parity import baseline
-from harness.parity.compare import compare
+from harness.parity.compare import compare, compare_versions
 from harness.parity.outcome import Finding, Verdict, percent
 from harness.parity.record import Record, load
 from harness.parity.series import is_series
-from harness.parity.versions import Side, compare_versions
 from harness.store import commands
 from harness.store.rundir import RunDir
 
@@ -71,8 +70,7 @@ def gate(run: Path, golden: Path, *, bitwise: bool = False) -> Verdict:
         if bitwise:
             raise refuse("--bitwise", "another program promises no bits", fix="leave it out")
         return compare(run, golden)
-    sides = Side(run, RunDir(run).name), Side(golden, golden.name)
-    return compare_versions(*sides, bitwise=bitwise, one_request=False)
+    return compare_versions(run, golden, (RunDir(run).name, golden.name), bitwise=bitwise, one_request=False)
 
 
 def changes(verdict: Verdict, run: Path, golden: Path) -> list[tuple[str, str, str, str]]:

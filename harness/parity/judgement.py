@@ -63,14 +63,19 @@ class Judgement:
     arm: Record
     control: Record
     facts: list[Finding]
-    ruled: Admission | None = None
+    versions: bool = False
+    """True of runs by two versions of the code: bits are owed by equal sources, elsewhere only on demand."""
+    bitwise: bool = False
 
     @cached_property
     def admission(self) -> Admission:
-        if self.ruled is not None:
-            return self.ruled
+        same = self.arm.provenance.get("sources_digest") == self.control.provenance.get("sources_digest")
+        if self.versions and not (same or self.bitwise):
+            return Admission("T2", "two versions of the code: one may add in another order (--bitwise demands bits)")
         resumed = self.arm.attempts > 1 or self.control.attempts > 1
-        return admissible(self.arm.config, self.control.config, resumed=resumed)
+        found = admissible(self.arm.config, self.control.config, resumed=resumed)
+        why = "no source that can change a number differs" if same else "--bitwise demands what one code owes"
+        return replace(found, reason=f"{why}; {found.reason}") if self.versions else found
 
     @cached_property
     def envelope(self) -> Envelope:

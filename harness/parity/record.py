@@ -34,8 +34,6 @@ FIELDS = ("step", *NUMBERS, "param_norm", "data_digest", "fed_digest", "skipped"
 
 WEIGHTS = ("initial_weights", "final_weights")
 
-OF_ITSELF = ("restored", "structure", "other_replicas")
-
 STRANGE = "was it edited, or made by another version of the code?"
 
 NOT_STARTED, NOT_DONE, IS_STALE = "was never started", ", not done", "it is stale"
@@ -95,10 +93,6 @@ class Record:
     """The run as it was recorded, of one whose gradients are those after clipping (`tiers.comparable.as_stepped`)."""
     is_baseline: bool = False
     """True of a golden file, which has sketches of a run's tensors and none of them whole."""
-
-    def unwitnessed(self) -> Record:
-        summary = {key: value for key, value in self.summary.items() if key not in OF_ITSELF}
-        return replace(self, witnesses={}, weights={}, moments={}, summary=summary, forward=None, stream=None)
 
     @property
     def length(self) -> int:

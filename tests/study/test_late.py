@@ -5,6 +5,7 @@ training, where clean pairs that differed in the size of their microbatches were
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
@@ -128,7 +129,14 @@ def test_a_gather_that_nobody_saw_is_not_cleared(
 
 def silent(run: Path, control: Path) -> Verdict:
     """The verdict, had neither run said anything of itself."""
-    return judge(load(run).unwitnessed(), load(control).unwitnessed())
+    return judge(*map(_unseen, (run, control)))
+
+
+def _unseen(run: Path) -> Record:
+    found = load(run)
+    own = ("restored", "structure", "other_replicas")
+    summary = {key: value for key, value in found.summary.items() if key not in own}
+    return replace(found, witnesses={}, weights={}, moments={}, summary=summary, forward=None, stream=None)
 
 
 @pytest.mark.parametrize("fault", ["wrong_targets", *(fault for fault, begins, *_ in SEEN.values() if begins == LATE)])

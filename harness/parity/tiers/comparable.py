@@ -40,6 +40,8 @@ VARIABLES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_CBWR", "NVIDIA_TF
 
 NEEDED = ("cpu_model", "threads_per_rank")
 
+SOURCES = "sources"
+
 
 def check(arm: Record, control: Record) -> list[Finding]:
     unfit = [*_problems(arm), *_problems(control)]
@@ -48,7 +50,7 @@ def check(arm: Record, control: Record) -> list[Finding]:
     if is_one(arm, control):
         return _check_watched(arm, control)
     return [
-        finding("sources", Stage.record, arm.provenance["sources_digest"], control.provenance["sources_digest"]),
+        finding(SOURCES, Stage.record, arm.provenance["sources_digest"], control.provenance["sources_digest"]),
         *_config(arm, control),
         *_origin(arm, control),
         *_kernels(arm, control),
