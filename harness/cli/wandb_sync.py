@@ -140,7 +140,6 @@ def import_series_arguments(parser: ArgumentParser) -> None:
         help="their name of loss, and if wanted of grad_norm, lr, tokens and step, as loss=train/loss",
     )
     parser.add_argument("--into", metavar="DIR", type=path, default=Path("runs/series"), help="folder of the runs")
-    parser.add_argument("--seed", type=int, help="seed of the first; each further one has the next")
 
 
 def run_import_series(arguments: Namespace) -> int:
@@ -150,10 +149,9 @@ def run_import_series(arguments: Namespace) -> int:
     if "loss" not in columns or not all(columns.values()) or not columns.keys() <= {*MEASURES, "step"}:
         choices = "loss=COLUMN, and " + ", ".join(f"{each}=COLUMN" for each in (*MEASURES[1:], "step"))
         raise refuse(f"--columns {' '.join(arguments.columns)}", "must name the column of a loss", choices=choices)
-    for place, source in enumerate(arguments.sources):
+    for source in arguments.sources:
         target = arguments.into.absolute() / slug(source.name if source.is_dir() else source.stem)
-        seed = None if arguments.seed is None else arguments.seed + place
-        steps = import_series(source, target, columns, seed)
+        steps = import_series(source, target, columns)
         print(f"{commands.shown(target)}: {counted(len(steps), 'step')}, {steps[0]} to {steps[-1]}")
     print(f"next: {commands.verb(f'verdict NEW --history {commands.shown(arguments.into)}')}")
     return 0

@@ -23,10 +23,11 @@ from harness.config.errors import refuse
 from harness.parity.judgement import Judgement
 from harness.parity.outcome import Finding, Grade, Stage, Verdict
 from harness.parity.record import Record, load, settings_of, unbounded, with_reach
-from harness.parity.series import compare_series, is_series
+from harness.parity.series import is_series
 from harness.parity.telling import wording
 from harness.parity.tiers import comparable
 from harness.parity.tiers.comparable import as_stepped, matters
+from harness.store.commands import verb
 from harness.store.identity import must_agree
 from harness.store.provenance import sources_digest
 
@@ -39,13 +40,13 @@ def compare(arm: Path, control: Path, *, sources: str | None = CHECKOUT) -> Verd
 
     Args: sources: digest that both must have; `CHECKOUT` for the present sources; None for any equal ones.
 
-    Raises `BadRequest`: both are one directory. `StoreError`: one is no run.
+    Raises `BadRequest`: both are one directory, or one is a series of numbers alone. `StoreError`: one is no run.
     """
     if Path(arm).resolve() == Path(control).resolve():
         fix = "name two runs; a repetition for an A/A pair is made by train.replicate=1"
         raise refuse(f"compare {arm}", "is one run named twice", fix=fix)
-    if is_series(Path(arm)) or is_series(Path(control)):
-        return compare_series(Path(arm), Path(control))
+    if series := [each.name for each in map(Path, (arm, control)) if is_series(each)]:
+        raise refuse(f"compare {series[0]}", "is a series of numbers alone", fix=verb("verdict NEW --history OLD"))
     digest = sources_digest() if sources == CHECKOUT else sources
     return judge(load(arm, digest), load(control, digest))
 

@@ -1,8 +1,8 @@
 """Verdicts on series of numbers alone: losses and gradient norms of runs, beside the noise of earlier runs of the job.
 
 Weights, gradients and data of an imported series are not known, so that T0 to T2 say nothing and T3 is what is left: a
-run is reduced to one number a measure, the mean over a window, because its steps are correlated and are no sample. Runs
-of one seed on both sides are paired (`tiers.equivalence`). Other runs are two groups that scatter alike.
+run is reduced to one number a measure, the mean over a window, because its steps are correlated and are no sample. New
+and earlier runs are two groups that scatter alike (`tiers.equivalence.unpaired_test`).
 
 [Note: Noise band] Over the window's mean a fault of few steps is lost. So each number of a new run is also held to the
 band of the earlier runs at that step, mean +- t sd sqrt(1 + 1/n), with t for all steps together (Bonferroni's) and the
@@ -21,14 +21,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from harness.config.errors import refuse
-from harness.parity.outcome import Finding, Grade, Outcome, SeedVerdict, Stage, Verdict, percent
+from harness.parity.outcome import Outcome, SeedVerdict, percent
 from harness.parity.tensors import Float64
-from harness.parity.tiers.equivalence import ALPHA, PairedTest, decided, paired_test, unpaired_test
+from harness.parity.tiers.equivalence import ALPHA, PairedTest, decided, unpaired_test
 from harness.store import provenance, status
 from harness.store.errors import StoreError
 from harness.store.metrics import read_columns
-from harness.store.provenance import SERIES, WATCHED
-from harness.store.rundir import RunDir, flatten
+from harness.store.provenance import SERIES
+from harness.store.rundir import RunDir
 from harness.store.screen import counted
 from harness.store.status import State
 
@@ -39,26 +39,19 @@ FLAT = 1e-12
 """Relative scatter below which runs are equal but for the order of sums."""
 FEWEST = 3
 """Earlier runs of which a band is made."""
-AGREE = 10
-"""Numbers that two series must have in common to be EQUIVALENT for agreeing in all of them."""
 
 
 @dataclass(frozen=True)
 class Series:
     path: Path
     name: str
-    seed: int | None
-    """None where the other program's is not known."""
     values: Mapping[str, Mapping[int, float]]
     """By measure and step; without gaps."""
 
     @classmethod
     def of(cls, path: Path) -> Series:
         """Raises `BadRequest`: the run has not ended, or has no loss. `StoreError`: it is no run, or damaged."""
-        if path.is_file():
-            raise refuse(str(path), "is a baseline, and a series is held to runs", fix="name a run")
         run, state = RunDir(path), status.effective(path)
-        config, origin = flatten(run.config()), provenance.read(path)
         if state is None or state.state is not State.done:
             raise refuse(run.name, "has not ended", fix="name runs that are done")
         columns = read_columns(run.metrics, ("step", *MEASURES))
@@ -66,8 +59,7 @@ class Series:
         values = {key: {at: float(each) for at, each in of if each is not None} for key, of in pairs.items()}
         if not values["loss"]:
             raise refuse(run.name, "has no loss in any step")
-        known = SERIES in origin or WATCHED not in origin
-        return cls(path, run.name, config.get("train.seed") if known else None, values)
+        return cls(path, run.name, values)
 
 
 def is_series(path: Path) -> bool:
@@ -102,18 +94,14 @@ class Measure:
         count = window or (int(finite.sum()) + 1) // 2
         return cls(name, steps[finite], left[:, finite], right[:, finite], margin, count)
 
-    def test(self, seeds: Sequence[int] | None) -> PairedTest:
-        """Test of the means over the window, relative to the earlier runs'; of a norm's logarithm. Args: seeds: place
-        of each new run's earlier one; None: not paired."""
+    def test(self) -> PairedTest:
+        """Test of the means over the window, relative to the earlier runs'; of a norm's logarithm."""
         with np.errstate(divide="ignore", invalid="ignore"):
             log = np.log if self.name == "grad_norm" else np.asarray
             left, right = (log(runs)[:, -self.window :].mean(1) for runs in (self.new, self.old))
             base = 1.0 if self.name == "grad_norm" else abs(right.mean())
-            left, right = left / base, right / base
-        margin = self.margin or NO_MARGIN
-        if seeds is not None:
-            return paired_test(self.name, (left - right[list(seeds)]).tolist(), margin)
-        return unpaired_test(self.name, left.tolist(), right.tolist(), margin)
+        groups = (left / base).tolist(), (right / base).tolist()
+        return unpaired_test(self.name, *groups, self.margin or NO_MARGIN)
 
     def first(self, wrong: NDArray[np.bool_]) -> tuple[int, int] | None:
         """Place of the first step, and of a run, where a table is true."""
@@ -156,17 +144,16 @@ def judge_series(
 ) -> SeedVerdict:
     keys = [key for key in MEASURES if all(each.values[key] for each in (*new, *old))]
     measures = [Measure.of(key, new, old, margins.get(key), window) for key in keys]
-    seeds = _paired([each.seed for each in new], [each.seed for each in old])
-    tests = tuple(each.test(seeds) for each in measures)
+    tests = tuple(each.test() for each in measures)
     decision = decided(tests)
-    sentence = "; ".join(_sentence(each, test, seeds) for each, test in zip(measures, tests, strict=True))
+    sentence = "; ".join(map(_sentence, measures, tests))
     outcome, needed = decision.outcome, decision.seeds_needed
     clear = _without_tests(measures, tests, new, outcome)
     if clear is not None:
         outcome, needed = clear[0], None
-        sentence = clear[1] if len(new) + len(old) == 2 else f"{clear[1]}; over the window, {sentence}"
+        sentence = f"{clear[1]}; over the window, {sentence}"
     elif outcome is Outcome.UNDECIDED:
-        many = "no number of runs is known to" if needed is None else f"{needed} {SIDES[seeds is None]} would"
+        many = "no number of runs is known to" if needed is None else f"{needed} runs on each side would"
         sure = "" if margins else " if the difference is what was seen; --margin says what does not matter"
         sentence = f"{sentence}; {many} decide it{sure}"
     names = ", ".join(each.name for each in new[:3]) + ", ..." * (len(new) > 3)
@@ -175,15 +162,6 @@ def judge_series(
     arms = tuple(str(each.path) for each in new)
     p_values = decision.p_equivalent, decision.p_different
     return SeedVerdict(outcome, sentence, arms, len(new), needed, *p_values, plain)
-
-
-SIDES = {True: "runs on each side", False: "pairs of one seed"}
-
-
-def _paired(new: list[int | None], old: list[int | None]) -> list[int] | None:
-    """Place of the earlier run of each new one's seed; None unless each has one."""
-    once = all(None not in seeds and len(set(seeds)) == len(seeds) for seeds in (new, old))
-    return [old.index(seed) for seed in new] if once and len(new) > 1 and set(new) <= set(old) else None
 
 
 def _without_tests(
@@ -195,8 +173,6 @@ def _without_tests(
             step, run = place
             value = f"{each.name} of {new[run].name} is {each.new[run, step]}"
             return Outcome.DIFFERENT, f"at step {each.steps[step]}, {value}, and of no earlier run"
-    if len(measures[0].new) + len(measures[0].old) == 2:
-        return _of_two(measures)
     for each, test in zip(measures, tests, strict=True):
         if test.sd < FLAT < abs(test.mean) and each.margin is None:
             why = "there is no noise at all, and nothing tells rounding from a fault"
@@ -212,30 +188,10 @@ def _without_tests(
     return None
 
 
-def _of_two(measures: Sequence[Measure]) -> tuple[Outcome, str]:
-    count = sum(each.new.size for each in measures)
-    for each in measures:
-        if (place := each.first(each.new != each.old)) is not None:
-            at, values = place[0], f"{each.new[0, place[0]]:.6g} and {each.old[0, place[0]]:.6g}"
-            least = f"a single pair has no noise to hold that to; {FEWEST} earlier runs make a band"
-            return Outcome.UNDECIDED, f"at step {each.steps[at]}, {each.name} is {values}; {least}"
-    outcome = Outcome.EQUIVALENT if count >= AGREE else Outcome.UNDECIDED
-    return outcome, f"they agree in all of {counted(count, 'number')}, and nothing else of them is known"
-
-
-def _sentence(of: Measure, test: PairedTest, seeds: Sequence[int] | None) -> str:
+def _sentence(of: Measure, test: PairedTest) -> str:
     where = f"mean over {min(of.window, len(of.steps))} of {counted(len(of.steps), 'common step')}"
-    interval = f"90 % interval {percent(test.low)} to {percent(test.high)}"
-    margin = "" if of.margin is None else f" where {percent(of.margin)} does not matter"
-    noise = f"with a noise of {percent(test.sd)} {'a run' if seeds is None else 'a pair of one seed'}"
-    return f"{of.name} ({where}) is off by {percent(test.mean)} ({interval}){margin}, {noise}"
-
-
-def compare_series(arm: Path, control: Path) -> Verdict:
-    """Verdict on two runs, one of which is a series alone. Raises `BadRequest`, `StoreError`: as `against_history`."""
-    found = against_history([arm], [control])
-    grade = {Outcome.EQUIVALENT: Grade.ok, Outcome.DIFFERENT: Grade.bad}.get(found.outcome, Grade.doubt)
-    row = Finding("T3", "series", Stage.trajectory, grade, "equal" if grade is Grade.ok else "other", "equal")
-    failed = () if grade is Grade.ok else (row,)
-    admits = "T3: numbers of steps alone, of which a single pair certifies little"
-    return Verdict(found.outcome, found.sentence, str(arm), str(control), "T3", admits, (row,), failed)
+    if not test.df:
+        return f"{of.name} ({where}) is off by {percent(test.mean)}, and a single pair has no noise to hold that to"
+    interval = f"90 % interval {percent(test.low)} to {percent(test.high)})"
+    interval += "" if of.margin is None else f" where {percent(of.margin)} does not matter"
+    return f"{of.name} ({where}) is off by {percent(test.mean)} ({interval}, with a noise of {percent(test.sd)} a run"

@@ -34,10 +34,10 @@ STEPS = ("step", "_step", "Step", "global_step", "iteration", "train/step", "tra
 """Columns taken for the step, the first that is there."""
 
 
-def import_series(source: Path, target: Path, columns: Mapping[str, str], seed: int | None = None) -> list[int]:
+def import_series(source: Path, target: Path, columns: Mapping[str, str]) -> list[int]:
     """Write a run directory; returns the steps of its loss.
 
-    Args: columns: column of the source by measure, one of `MEASURES` or `step`. seed: of the other program's run.
+    Args: columns: column of the source by measure, one of `MEASURES` or `step`.
 
     Raises `BadRequest`: the source is missing, of no known kind, damaged, without such a column or any number; a
     package that reads it is missing; or the target is there.
@@ -54,8 +54,7 @@ def import_series(source: Path, target: Path, columns: Mapping[str, str], seed: 
     found = {name: _column(source, name, column, table) for name, column in columns.items() if name != "step"}
     steps = sorted(set().union(*found.values()))
     lines = [{"step": at, **{name: each[at] for name, each in found.items() if at in each}} for at in steps]
-    train = {"steps": steps[-1]} | ({} if seed is None else {"seed": seed})
-    config = {"model": {"name": "unknown"}, "train": train, "study": {"name": target.parent.name}}
+    config = {"model": {"name": "unknown"}, "train": {"steps": steps[-1]}, "study": {"name": target.parent.name}}
     series = {"file": source.name, "kind": kind, "columns": dict(columns)}
     target.mkdir(parents=True)
     write_atomic(target / "metrics.jsonl", "".join(f"{encode(line)}\n" for line in lines))

@@ -148,7 +148,7 @@ def test_a_series_is_no_run_for_a_gate(golden: Path, tmp_path: Path, capsys: pyt
     (tmp_path / "a.csv").write_text("step,loss\n1,2\n")
     import_series(tmp_path / "a.csv", tmp_path / "runs" / "a", {"loss": "loss"})
     assert main(["gate", str(golden), str(tmp_path / "runs" / "a")]) == 2
-    assert "is a baseline, and a series is held to runs" in capsys.readouterr().err
+    assert "is a series of numbers alone" in capsys.readouterr().err
 
 
 def test_an_unfinished_run_makes_no_baseline(bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
