@@ -185,13 +185,13 @@ def _judged(arguments: Namespace) -> StudyVerdict:
 def baseline_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", help=RUN_HELP)
     where = parser.add_mutually_exclusive_group()
-    where.add_argument("--out", type=path, metavar="FILE", help="a new file (default: baseline.json)")
+    where.add_argument("--out", type=path, metavar="FILE", help="a new file (default: baseline.npz)")
     where.add_argument("--refresh", type=path, metavar="FILE", help="replace this one, and say what changes")
 
 
 def run_baseline(arguments: Namespace) -> int:
     run, old = Store(arguments.root).find(arguments.run).path, arguments.refresh
-    target: Path = old or arguments.out or Path("baseline.json")
+    target: Path = old or arguments.out or Path("baseline.npz")
     if old is None:
         if target.exists():
             fix = f"--refresh {commands.shown(target)}, which says what changes"
@@ -199,7 +199,7 @@ def run_baseline(arguments: Namespace) -> int:
         written = made(run)
     else:
         found = gate(run, old)
-        written, rows = made(run, found, old), changes(found, run, old)
+        written, rows = made(run), changes(found, run, old)
         show(found.sentence)
         head = ("what", "before", "after", "of the bound")
         show("\n".join(table(head, rows, width(), flexible=(0, 1, 2))) if rows else "nothing else")
@@ -209,7 +209,7 @@ def run_baseline(arguments: Namespace) -> int:
     return 0
 
 
-def write(target: Path, text: str, words: str) -> None:
+def write(target: Path, text: str | bytes, words: str) -> None:
     """Raises `BadRequest`: the file cannot be written. Args: words: of the verb, up to the file."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)

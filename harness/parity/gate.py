@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,8 @@ PRIVATE = ("launch", "wandb", "notes", "hosts", "submit_host", "created", "git",
 SUMMARY = ("initial_weights", "final_weights", "decayed", "structure", "other_replicas", "restored")
 
 
-def made(run: Path, refreshed: Verdict | None = None, old: Path | None = None) -> str:
-    """Text of a run's baseline. Args: refreshed: verdict on the run against the baseline `old`, which this replaces.
+def made(run: Path) -> bytes:
+    """A run's baseline.
 
     Raises `BadRequest`: the run is not whole, or does not fit. `StoreError`: it is no run.
     """
@@ -35,11 +35,7 @@ def made(run: Path, refreshed: Verdict | None = None, old: Path | None = None) -
     if record.stream is None:
         problem = "has no sketches of its tensors, so that its baseline could find little"
         raise refuse(f"baseline {record.name}", problem, fix="run it with measure.step_checks=true")
-    facts = {"replaces": {}, **_facts(record)}
-    if refreshed is not None and old is not None:
-        digest = json.loads(old.read_text())["digest"]
-        facts["replaces"] = {"digest": digest, "outcome": refreshed.outcome.value, "sentence": refreshed.sentence}
-    return baseline.encoded(record.name, facts, record.stream)
+    return baseline.encoded(record.name, _facts(record), record.stream)
 
 
 def _facts(run: Record) -> dict[str, Any]:
@@ -50,8 +46,9 @@ def _facts(run: Record) -> dict[str, Any]:
     config = {key: value for key, value in run.config.items() if key.partition(".")[0] not in PRIVATE}
     config |= {"measure.capture_steps": [], "measure.update_steps": []}  # whole tensors stay with the run
     summary = {key: run.summary[key] for key in SUMMARY if key in run.summary}
-    parts = {key: getattr(run, key) for key in baseline.PARTS}
-    return {"config": config, "provenance": origin, "summary": summary, **parts}
+    parts = {key: getattr(run, key) for key in ("columns", "moves", "draws", "attempts")}
+    forward = None if run.forward is None else asdict(run.forward)
+    return {"config": config, "provenance": origin, "summary": summary, "forward": forward, **parts}
 
 
 def gate(run: Path, golden: Path, *, bitwise: bool = False) -> Verdict:
@@ -63,7 +60,7 @@ def gate(run: Path, golden: Path, *, bitwise: bool = False) -> Verdict:
     """
     if not golden.is_file():
         if golden.exists():
-            fix = f"{commands.verb(f'baseline {commands.shown(golden)}')} && {commands.verb('gate baseline.json RUN')}"
+            fix = f"{commands.verb(f'baseline {commands.shown(golden)}')} && {commands.verb('gate FILE RUN')}"
             raise refuse(str(golden), "is a folder, and no baseline", fix=fix)
         raise refuse(str(golden), "does not exist", fix=commands.verb(f"baseline RUN --out {commands.shown(golden)}"))
     if is_series(run) or load(golden).is_watched or load(run).is_watched:

@@ -21,16 +21,17 @@ from harness.store.redaction import redacted
 PRIVATE = 0o600
 
 
-def write_atomic(path: Path, text: str, *, mode: int = 0o666) -> None:
-    """Atomically replace `path` by `text` (UTF-8), with secrets removed (`redaction`) and `mode` under the umask.
+def write_atomic(path: Path, text: str | bytes, *, mode: int = 0o666) -> None:
+    """Atomically replace `path` by `text` (UTF-8, or bytes as they are), with secrets removed (`redaction`) and `mode`
+    under the umask.
 
     Raises `OSError`: the folder is missing or not writable, or the disk is full; `path` is then unchanged.
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
     try:
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
-        with open(descriptor, "w", encoding="utf-8") as file:
-            file.write(redacted(text))
+        with open(descriptor, "wb") as file:
+            file.write(text if isinstance(text, bytes) else redacted(text).encode())
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)

@@ -23,12 +23,12 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "study"
     for name in ("single", "ddp", "hsdp"):
         run_ranks(loops.train, loops.LAYOUTS[name].ranks, name, folder / name)
-    (folder.parent / "golden.json").write_text(made(folder / "ddp"))
+    (folder.parent / "golden.npz").write_bytes(made(folder / "ddp"))
     return folder
 
 
 def test_the_run_itself_is_equal_and_another_layout_equivalent(study: Path) -> None:
-    golden = study.parent / "golden.json"
+    golden = study.parent / "golden.npz"
     assert golden.stat().st_size < 200_000
     assert load(golden).is_watched
     assert gate(study / "ddp", golden).outcome is Outcome.EQUAL
@@ -50,7 +50,7 @@ def test_the_run_itself_is_equal_and_another_layout_equivalent(study: Path) -> N
 def test_a_fault_does_not_pass_and_is_named(event: dict[str, Any], at: int, study: Path, tmp_path: Path) -> None:
     run = tmp_path / "study" / "faulty"
     run_ranks(partial(loops.train, **event), 2, "fsdp2", run)
-    found = gate(run, study.parent / "golden.json")
+    found = gate(run, study.parent / "golden.npz")
     assert found.outcome in (Outcome.DIFFERENT, Outcome.UNDECIDED), found.sentence
     assert found.outcome is Outcome.DIFFERENT or at > 1
     assert f"at step {at}, " in found.sentence
@@ -58,7 +58,7 @@ def test_a_fault_does_not_pass_and_is_named(event: dict[str, Any], at: int, stud
 
 
 def test_bits_are_not_demanded_of_another_program(study: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["gate", str(study.parent / "golden.json"), str(study / "ddp"), "--bitwise"]) == 2
+    assert main(["gate", str(study.parent / "golden.npz"), str(study / "ddp"), "--bitwise"]) == 2
     assert "promises no bits" in capsys.readouterr().err
 
 

@@ -14,7 +14,7 @@ from tests.parity.corpus import FAULTS, TWINS, Case
 
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in (*FAULTS, *TWINS)])
 def test_the_corpus_is_judged_as_against_the_run(case: Case, bench: Bench, tmp_path: Path) -> None:
-    golden = tmp_path / "golden.json"
-    golden.write_text(made(bench.run(replace(case.control, checked=True))))
+    golden = tmp_path / "golden.npz"
+    golden.write_bytes(made(bench.run(replace(case.control, checked=True))))
     found = gate(bench.run(replace(case.arm, checked=True)), golden)
     assert found.exit_code == (1 if case in FAULTS else 0), found.sentence
