@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -145,9 +145,9 @@ def judge_series(
     keys = [key for key in MEASURES if all(each.values[key] for each in (*new, *old))]
     measures = [Measure.of(key, new, old, margins.get(key), window) for key in keys]
     tests = tuple(each.test() for each in measures)
-    decision = decided(tests)
+    found = decided(tests)
     sentence = "; ".join(map(_sentence, measures, tests))
-    outcome, needed = decision.outcome, decision.seeds_needed
+    outcome, needed = found.outcome, found.seeds_needed
     clear = _without_tests(measures, tests, new, outcome)
     if clear is not None:
         outcome, needed = clear[0], None
@@ -158,10 +158,8 @@ def judge_series(
         sentence = f"{sentence}; {many} decide it{sure}"
     names = ", ".join(each.name for each in new[:3]) + ", ..." * (len(new) > 3)
     sentence = f"{outcome.value}: {names} beside {counted(len(old), 'earlier run')}: {sentence}."
-    plain = tuple(dict(vars(test)) for test in tests)
     arms = tuple(str(each.path) for each in new)
-    p_values = decision.p_equivalent, decision.p_different
-    return SeedVerdict(outcome, sentence, arms, len(new), needed, *p_values, plain)
+    return replace(found, outcome=outcome, sentence=sentence, arms=arms, seeds=len(new), seeds_needed=needed)
 
 
 def _without_tests(

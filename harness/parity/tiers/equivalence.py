@@ -64,18 +64,8 @@ class PairedTest:
     """Degrees of freedom of `sd`."""
 
 
-@dataclass(frozen=True)
-class Decision:
-    outcome: Outcome
-    tests: tuple[PairedTest, ...]
-    p_equivalent: float
-    p_different: float
-    seeds_needed: int | None
-    """Pairs in all that would decide an UNDECIDED arm; None where decided or above `MOST_SEEDS`."""
-
-
-def decide(arms: Mapping[str, Mapping[str, Sequence[float]]], margins: Mapping[str, float]) -> dict[str, Decision]:
-    """Decisions of all arms.
+def decide(arms: Mapping[str, Mapping[str, Sequence[float]]], margins: Mapping[str, float]) -> dict[str, SeedVerdict]:
+    """Verdicts on all arms, as `decided`.
 
     Args: arms: by arm, by measure: one difference a pair. margins: by measure: largest irrelevant difference of the
     mean, above 0.
@@ -92,19 +82,28 @@ def decide(arms: Mapping[str, Mapping[str, Sequence[float]]], margins: Mapping[s
     }
 
 
-def decided(tests: tuple[PairedTest, ...]) -> Decision:
-    """Decision of one arm by its measures."""
+def decided(tests: tuple[PairedTest, ...]) -> SeedVerdict:
+    """Verdict on one arm by its measures; its sentence is the clause about them, and it names no arms."""
     return _decision(tests, max(t.p_equivalent for t in tests), _bonferroni([t.p_different for t in tests]), ALPHA)
 
 
-def _decision(tests: tuple[PairedTest, ...], p_equivalent: float, p_different: float, level: float) -> Decision:
+def _decision(tests: tuple[PairedTest, ...], p_equivalent: float, p_different: float, level: float) -> SeedVerdict:
     outcome = Outcome.UNDECIDED
     if p_different <= ALPHA:
         outcome = Outcome.DIFFERENT
     elif p_equivalent <= ALPHA:
         outcome = Outcome.EQUIVALENT
     needed = seeds_needed(tests, level) if outcome is Outcome.UNDECIDED else None
-    return Decision(outcome, tests, p_equivalent, p_different, needed)
+    said = [
+        f"{test.measure} is off by {percent(test.mean)} (90 % interval {percent(test.low)} to {percent(test.high)}) "
+        f"where {percent(test.margin)} does not matter"
+        for test in tests
+    ]
+    if outcome is Outcome.UNDECIDED:
+        many = "no number of seeds is known to" if needed is None else f"{needed} seeds would"
+        said.append(f"{many} decide it")
+    plain = tuple(dict(vars(test)) for test in tests)
+    return SeedVerdict(outcome, "; ".join(said), (), tests[0].pairs, needed, p_equivalent, p_different, plain)
 
 
 def paired_test(measure: str, differences: Sequence[float], margin: float) -> PairedTest:
@@ -244,8 +243,13 @@ def over_seeds(pairs: Sequence[Pair], margins: Mapping[str, float]) -> list[Seed
         kind: {measure: [pair.differences[measure] for pair in group] for measure in margins}
         for kind, group in several.items()
     }
-    decisions = decide(differences, margins)
-    return [_verdict(several[kind], decisions[kind]) for kind in several]
+    found = decide(differences, margins)
+    return [_told(several[kind], found[kind]) for kind in several]
+
+
+def _told(group: Sequence[Pair], found: SeedVerdict) -> SeedVerdict:
+    sentence = f"{found.outcome.value}: {group[0].names} over {len(group)} seeds: {found.sentence}."
+    return replace(found, sentence=sentence, arms=tuple(str(pair.arm) for pair in group))
 
 
 def _kind(run: Record) -> str:
@@ -266,29 +270,3 @@ def _difference(measure: str, arm: Record, control: Record, window: int) -> floa
 def _last(series: Sequence[float | None], window: int) -> list[float]:
     count = window or (len(series) + 1) // 2
     return [math.nan if value is None else value for value in series[-count:]]
-
-
-def _verdict(group: Sequence[Pair], decision: Decision) -> SeedVerdict:
-    return SeedVerdict(
-        outcome=decision.outcome,
-        sentence=f"{decision.outcome.value}: {group[0].names} over {len(group)} seeds: {_said(decision)}.",
-        arms=tuple(str(pair.arm) for pair in group),
-        seeds=len(group),
-        seeds_needed=decision.seeds_needed,
-        p_equivalent=decision.p_equivalent,
-        p_different=decision.p_different,
-        tests=tuple(dict(vars(test)) for test in decision.tests),
-    )
-
-
-def _said(decision: Decision) -> str:
-    said = "; ".join(
-        f"{test.measure} is off by {percent(test.mean)} (90 % interval {percent(test.low)} to {percent(test.high)}) "
-        f"where {percent(test.margin)} does not matter"
-        for test in decision.tests
-    )
-    if decision.outcome is not Outcome.UNDECIDED:
-        return said
-    if decision.seeds_needed is None:
-        return f"{said}; no number of seeds is known to decide it"
-    return f"{said}; {decision.seeds_needed} seeds would decide it"
