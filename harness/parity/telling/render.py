@@ -21,12 +21,12 @@ from harness.parity.record import Record, load
 from harness.parity.telling.wording import ALWAYS, OUTCOMES
 from harness.parity.tiers.arithmetic import of_piece
 from harness.parity.tiers.envelope import Envelope
-from harness.parity.tiers.gradients import blocks, compare_tensor
+from harness.parity.tiers.gradients import compare_tensor
 from harness.store import checksums, commands, screen
 from harness.store.commands import shown
 from harness.store.labels import named
 from harness.store.markdown import code, escaped, fenced, rows
-from harness.store.screen import fold, table
+from harness.store.screen import fold
 
 MARKS = {Grade.ok: "ok", Grade.doubt: "?", Grade.bad: "BAD"}
 BITS = {Grade.ok: "ok", Grade.doubt: "?", Grade.bad: "differ"}
@@ -244,15 +244,13 @@ def _listed(verdict: Verdict) -> list[Finding]:
     return [*failed[:MOST], *(each for each in verdict.evidence if owed or each.tier != "T1" or each.grade is Grade.ok)]
 
 
-PIECES = 6
 VALUES = 3
-MARKS_OF_PIECES = {Grade.ok: "", Grade.doubt: "?", Grade.bad: "BAD"}
 
 
 def zoom(arm: Path, control: Path, tensor: str, *, step: int = 1) -> str:
-    """Text about one tensor of two runs, with its worst pieces and their first values.
+    """Text about one tensor of two runs, with its worst piece and that one's first values.
 
-    Args: step: captured by both. Pieces of steps after the first, whose bounds grow, are marked as in doubt at most.
+    Args: step: captured by both. A piece of a step after the first, whose bounds grow, is in doubt at most.
 
     Raises `BadRequest`: the capture or tensor is missing. `StoreError`: no run, or damaged.
     """
@@ -264,14 +262,20 @@ def zoom(arm: Path, control: Path, tensor: str, *, step: int = 1) -> str:
     pair = compare_tensor(tensor, left.captures[step], right.captures[step])
     envelope = Envelope.of(left, right)
     whole = envelope.tensor(tensor, pair.numel)
-    allowed = envelope.scale(pair.standard_error, pair.residual)
+    allowed, of_block = envelope.scale(pair.standard_error, pair.residual), of_piece(whole, pair.block.size)
+    refuted = math.inf if step > 1 or envelope.flips else REFUTED * of_block
     lines = [
         f"{tensor} at step {step}, {pair.numel} elements, norm {pair.norm:.6g} in the control",
         f"distance  {percent(pair.distance)} of the norm; rounding explains {percent(whole)} at step 1",
         f"factor    {1 + pair.b:.6g}, give or take {allowed:.1e}; what no factor explains: {percent(pair.residual)}",
-        "",
+        f"worst     {pair.where}, off by {percent(pair.block.distance)}: "
+        f"{MARKS[grade(pair.block.distance, of_block, refuted)]}",
     ]
-    return "\n".join([*lines, *_pieces(left, right, tensor, step, envelope, whole)])
+    begins = slice(pair.block.start, pair.block.start + VALUES)
+    for what, run in (("arm", left), ("control", right)):
+        values = run.captures[step].values(tensor).ravel()[begins]
+        lines.append(f"{what:9} {' '.join(f'{value:+.5e}' for value in values)} ...")
+    return "\n".join(lines)
 
 
 def _require(run: Record, tensor: str, step: int) -> None:
@@ -283,21 +287,3 @@ def _require(run: Record, tensor: str, step: int) -> None:
     if tensor not in run.captures[step].tensors:
         choices = ", ".join(sorted(run.captures[step].tensors))
         raise refuse(f"--tensor {tensor}", f"{run.name} has no such tensor at step {step}", choices=choices)
-
-
-def _pieces(left: Record, right: Record, tensor: str, step: int, envelope: Envelope, whole: float) -> list[str]:
-    a, c = (run.captures[step].values(tensor).ravel() for run in (left, right))
-    rows = []
-    for piece in blocks((a - c) ** 2, c**2)[:PIECES]:
-        allowed = of_piece(whole, piece.size)
-        refuted = math.inf if step > 1 or envelope.flips else REFUTED * allowed
-        rows.append(
-            (
-                f"{piece.start}:{piece.stop}",
-                percent(piece.distance),
-                " ".join(f"{value:+.5e}" for value in a[piece.start : piece.start + VALUES]),
-                " ".join(f"{value:+.5e}" for value in c[piece.start : piece.start + VALUES]),
-                MARKS_OF_PIECES[grade(piece.distance, allowed, refuted)],
-            )
-        )
-    return table(("elements", "off by", "arm", "control", ""), rows)

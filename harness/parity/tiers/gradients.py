@@ -179,29 +179,12 @@ def _edges(size: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     return edges[:-1], np.diff(edges)
 
 
-def _distances(apart: Float64, squares: Float64, square: float) -> Float64:
+def _worst_block(apart: Float64, squares: Float64, square: float) -> Block:
     begins, sizes = _edges(squares.size)
     off, own = (np.add.reduceat(values, begins) for values in (apart, squares))
-    found: Float64 = np.sqrt(off / ((own + square * sizes / squares.size) / 2))
-    return found
-
-
-def _worst_block(apart: Float64, squares: Float64, square: float) -> Block:
-    distances = _distances(apart, squares, square)
-    worst, (begins, sizes) = int(distances.argmax()), _edges(squares.size)
-    start = int(begins[worst])
-    return Block(start, start + int(sizes[worst]), float(distances[worst]))
-
-
-def blocks(apart: Float64, squares: Float64) -> list[Block]:
-    """Pieces of a tensor, the worst one first.
-
-    Args: apart, squares: [elements]: squared differences, and squares of the control, some of which are not 0.
-    """
-    begins, sizes = _edges(squares.size)
-    distances = _distances(apart, squares, float(squares.sum()))
-    found = map(Block, begins.tolist(), (begins + sizes).tolist(), distances.tolist())
-    return sorted(found, key=lambda block: -block.distance)
+    distances = np.sqrt(off / ((own + square * sizes / squares.size) / 2))
+    worst = int(distances.argmax())
+    return Block(int(begins[worst]), int(begins[worst] + sizes[worst]), float(distances[worst]))
 
 
 @dataclass(frozen=True)
