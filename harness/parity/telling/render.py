@@ -67,39 +67,25 @@ def study_text(study: StudyVerdict) -> str:
     return "\n".join([*lines, "", *_next(_study_commands(study, failed))])
 
 
+BESIDES = 50
+"""Room of a table of arms beside their names: four columns, of which the last is folded."""
+
+
 def _arms(study: StudyVerdict, room: int) -> list[str]:
-    texts = [("verdict", "tier", "of the bound"), *((a.outcome.value, a.tier, _farthest(a)[0]) for a in study.arms)]
-    besides = sum(max(map(len, column)) + len(screen.GAP) for column in zip(*texts, strict=True))
-    runs = {Path(path).name for arm in study.arms for path in (arm.arm, arm.control)}
-    left = room - besides - len(screen.GAP) - screen.LEAST
-    names = named(runs, left)
-    breaks = () if max(len(names[Path(arm.arm).name]) for arm in study.arms) <= left else (1,)
-    rows = {
-        control: [
+    left = room - BESIDES
+    names = named({Path(path).name for arm in study.arms for path in (arm.arm, arm.control)}, left)
+    breaks = () if max(map(len, names.values())) <= left else (1,)
+    lines = [f"runs in {shown(Path(study.arms[0].arm).parent)}"]
+    head = ("arm", "verdict", "tier", "of the bound", "farthest out")
+    for control in dict.fromkeys(arm.control for arm in study.arms):
+        rows = [
             (names[Path(arm.arm).name], arm.outcome.value, arm.tier, *_farthest(arm))
             for arm in study.arms
             if arm.control == control
         ]
-        for control in dict.fromkeys(arm.control for arm in study.arms)
-    }
-    tables = [
-        [
-            *fold(f"control {names[Path(control).name]}", room, " " * 8),
-            *screen.table(
-                ("arm", "verdict", "tier", "of the bound", "farthest out"),
-                each,
-                room,
-                flexible=(0, 4),
-                folded=(4,),
-                firm=(0,),
-                breaks=breaks,
-                rule=not breaks,
-            ),
-        ]
-        for control, each in rows.items()
-    ]
-    lines = [line for each in tables for line in ("", *each)][1:]
-    return [f"runs in {shown(Path(study.arms[0].arm).parent)}", *lines]
+        lines += ["", *fold(f"control {names[Path(control).name]}", room, " " * 8)]
+        lines += screen.table(head, rows, room, flexible=(0, 4), folded=(4,), firm=(0,), breaks=breaks, rule=not breaks)
+    return lines
 
 
 def _study_commands(study: StudyVerdict, failed: Sequence[Verdict]) -> list[str]:

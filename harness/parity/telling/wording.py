@@ -198,11 +198,9 @@ def after_refusal(arm: Record, control: Record, differing: Sequence[Finding]) ->
     """Commands that make two runs comparable; else the one that shows their differences."""
     if differing[0].check == BOUNDS:
         return (_again(control, "experiment=oracle", "mesh=one"),)
-    if arm.is_watched or control.is_watched:
-        unfit = [verb(f"show {shown(run.path)}") for run in (arm, control) if run.problems]
-        return tuple(unfit) or _shown_apart(arm, control)
-    commands = [_renewed(run) for run in (arm, control) if run.problems]
-    return tuple(commands) or _shown_apart(arm, control)
+    ours = not (arm.is_watched or control.is_watched)
+    unfit = [_renewed(run) if ours else verb(f"show {shown(run.path)}") for run in (arm, control) if run.problems]
+    return tuple(unfit) or _shown_apart(arm, control)
 
 
 def _shown_apart(arm: Record, control: Record) -> tuple[str, ...]:
@@ -213,15 +211,12 @@ def _shown_apart(arm: Record, control: Record) -> tuple[str, ...]:
 
 
 def _renewed(run: Record) -> str:
-    problems = run.problems
-    damaged = any(each.startswith((f"{CONFIG} was", f"{CONFIG} is")) or f"/{STATUS} is" in each for each in problems)
-    return verb(f"show {shown(run.path)}") if damaged else _again(run, *_anew(problems))
-
-
-def _anew(problems: Sequence[str]) -> tuple[str, ...]:
-    if any(IS_STALE in each for each in problems):
-        return ("launch.rerun=stale",)
-    return () if any(NOT_DONE in each or NOT_STARTED in each for each in problems) else (ALWAYS,)
+    if any(each.startswith((f"{CONFIG} was", f"{CONFIG} is")) or f"/{STATUS} is" in each for each in run.problems):
+        return verb(f"show {shown(run.path)}")
+    said = " ".join(run.problems)
+    if IS_STALE in said:
+        return _again(run, "launch.rerun=stale")
+    return _again(run, *([] if NOT_DONE in said or NOT_STARTED in said else [ALWAYS]))
 
 
 def commands(outcome: Outcome, arm: Record, control: Record, findings: Sequence[Finding]) -> tuple[str, ...]:
@@ -238,23 +233,24 @@ def commands(outcome: Outcome, arm: Record, control: Record, findings: Sequence[
 
 
 def _deciding(outcome: Outcome, arm: Record, control: Record, findings: Sequence[Finding]) -> tuple[str, ...]:
-    grave = Grade.bad if outcome is Outcome.DIFFERENT else Grade.doubt
+    """Requests of the first kind that may decide: of what was not captured, of step checks, of another seed."""
+    runs, grave = (arm, control), Grade.bad if outcome is Outcome.DIFFERENT else Grade.doubt
     first = next((finding for finding in findings if finding.grade is grave), None)
-    if any(run.is_watched or run.is_baseline for run in (arm, control)):  # no request of ours makes it again
-        return ()
-    if outcome not in (Outcome.DIFFERENT, Outcome.UNDECIDED) or first is None:
+    ours = not any(run.is_watched or run.is_baseline for run in runs)  # no request of ours makes another again
+    if first is None or not ours or outcome not in (Outcome.DIFFERENT, Outcome.UNDECIDED):
         return ()
     if first.check == "resolution":
-        return tuple(_same_dtype(arm, control))
-    wanted = _steps(onset(first, findings) or first, arm)
-    if missing := [run for run in (arm, control) if not wanted <= run.captures.keys()]:
-        return tuple(_again(run, _capturing(run, wanted)) for run in missing)
-    if silent := [run for run in (arm, control) if run.stream is None and run.config.get(STEP_CHECKS) is False]:
-        return tuple(_again(run, f"{STEP_CHECKS}=true") for run in silent)
-    if outcome is Outcome.UNDECIDED:
-        seed = int(arm.config["train.seed"]) + 1
-        return tuple(_again(run, f"train.seed={seed}") for run in (arm, control))
-    return ()
+        keys = [key for key in arm.config if key.startswith("dtype.") and key != "dtype.name"]
+        words = [f"{key}={as_word(arm.config[key])}" for key in keys if arm.config[key] != control.config.get(key)]
+        return (_again(control, *words),) if words else ()
+    step = min((onset(first, findings) or first).step or 1, arm.length)
+    wanted, seed = {1, max(1, step - 1), step}, f"train.seed={int(arm.config['train.seed']) + 1}"
+    ways = (
+        [(run, _capturing(run, wanted)) for run in runs if not wanted <= run.captures.keys()],
+        [(run, f"{STEP_CHECKS}=true") for run in runs if run.stream is None and run.config.get(STEP_CHECKS) is False],
+        [(run, seed) for run in runs if outcome is Outcome.UNDECIDED],
+    )
+    return tuple(_again(*each) for each in next(filter(None, ways), ()))
 
 
 def onset(first: Finding, findings: Iterable[Finding]) -> Finding | None:
@@ -263,21 +259,9 @@ def onset(first: Finding, findings: Iterable[Finding]) -> Finding | None:
     return min((f for f in jumps if (f.step or 0) < (first.step or 0)), key=lambda f: f.step or 0, default=None)
 
 
-def _steps(finding: Finding, run: Record) -> set[int]:
-    step = min(finding.step or 1, run.length)
-    return {1, max(1, step - 1), step}
-
-
 def _capturing(run: Record, steps: Iterable[int]) -> str:
     wanted = ",".join(map(str, sorted({*steps, *run.config["measure.capture_steps"]})))
     return f'"measure.capture_steps=[{wanted}]"'
-
-
-def _same_dtype(arm: Record, control: Record) -> Iterable[str]:
-    keys = [key for key in arm.config if key.startswith("dtype.") and arm.config[key] != control.config.get(key)]
-    words = [f"{key}={as_word(arm.config[key])}" for key in keys if key != "dtype.name"]
-    if words:
-        yield _again(control, *words)
 
 
 def _again(run: Record, *words: str) -> str:
