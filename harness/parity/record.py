@@ -25,7 +25,6 @@ from harness.store.metrics import read_columns
 from harness.store.provenance import WATCHED
 from harness.store.reading import read_json
 from harness.store.rundir import CONFIG, RunDir, flatten, read_summary
-from harness.store.screen import counted
 from harness.store.shapes import ROUNDING
 
 NUMBERS = ("loss", "grad_norm", "lr", "tokens")
@@ -236,23 +235,14 @@ def _origin_problems(origin: Mapping[str, Any], sources: str | None) -> list[str
 
 def _step_problems(columns: Mapping[str, Sequence[Any]], expected: int, required: Sequence[str]) -> list[str]:
     if columns["step"] != list(range(1, expected + 1)):
-        return [f"metrics.jsonl holds {_gaps(columns['step'], expected)}"]
+        return [f"metrics.jsonl does not hold steps 1 to {expected}, each of them once"]
     broken = [
-        (step, key)
+        f"metrics.jsonl is damaged: step {step} has no {key}"
         for key in required
         for step, value in enumerate(columns[key], start=1)
         if not (_is_number(value) if key in NUMBERS else value)
     ]
-    said = [f"step {step} has no {key}" for step, key in sorted(broken)[:3]]
-    return [f"metrics.jsonl is damaged: {', '.join(said)}"] if said else []
-
-
-def _gaps(numbers: Sequence[Any], expected: int) -> str:
-    there = set(numbers)
-    missing = [step for step in range(1, expected + 1) if step not in there]
-    if missing:
-        return f"{expected - len(missing)} of {counted(expected, 'step')}; the first missing one is {missing[0]}"
-    return f"{counted(len(numbers), 'line')} for {counted(expected, 'step')}: repeated, out of order, or beyond the end"
+    return broken[:1]
 
 
 def _is_number(value: Any) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -16,15 +15,11 @@ from harness.parity.record import load
 from harness.parity.series import is_series
 from harness.parity.tiers.equivalence import Pair, over_seeds, reduced
 from harness.store import commands
+from harness.store.identity import repeated
 from harness.store.provenance import sources_digest
-from harness.store.rundir import RunDir, Store, flatten
+from harness.store.rundir import RunDir, Store
 from harness.store.screen import counted
-from harness.store.study import asked_for, comparable, read_study
-
-REPETITION = "train.replicate"
-MOST_NAMED = 6
-CONTROLS = 64
-"""Controls whose records are kept in memory at once."""
+from harness.store.study import asked_for, read_study
 
 
 def verdict(root: Path | str, study: str, *, sources: str | None = CHECKOUT) -> StudyVerdict:
@@ -88,7 +83,7 @@ def _judge(
     pairs: Sequence[tuple[Path, Path]], digest: str | None, margins: Mapping[str, float], window: int
 ) -> list[tuple[Verdict, Pair | None]]:
     """Verdict on each pair, and what `over_seeds` needs of a comparable one where there are margins."""
-    control_of = lru_cache(CONTROLS)(lambda path: load(path, digest))
+    control_of = lru_cache(64)(lambda path: load(path, digest))
     found: list[tuple[Verdict, Pair | None]] = []
     for path, control_path in pairs:
         arm, control = load(path, digest), control_of(control_path)
@@ -115,14 +110,10 @@ def against(arms: Sequence[Path], control: Path, *, sources: str | None = CHECKO
 
 
 def _repetitions(controls: list[Path]) -> list[tuple[Path, Path]]:
-    first: dict[Any, Path] = {}
-    pairs = []
-    for control in controls:
-        config = flatten(RunDir(control).config())
-        kind = tuple(sorted((key, str(value)) for key, value in config.items() if key != REPETITION))
-        if first.setdefault(kind, control) is not control:
-            pairs.append((control, first[kind]))
-    return pairs
+    """Repetitions of a control, each with the first."""
+    first: dict[str, Path] = {}
+    pairs = ((control, first.setdefault(repeated(RunDir(control).config()), control)) for control in controls)
+    return [(control, before) for control, before in pairs if before is not control]
 
 
 def unknown(subject: str, root: Path, study: str) -> BadRequest:
@@ -131,7 +122,5 @@ def unknown(subject: str, root: Path, study: str) -> BadRequest:
         text = f"no study of this name was run under {root}"
         return refuse(subject, text, choices=known, fix=commands.request("-m study=NAME"))
     text = f"no study asked for its {counted(len(runs), 'run')}, so none is a control"
-    alike = max(comparable(runs), key=len, default=[])
-    control, *arms = [store.short(run) for run in alike[: MOST_NAMED + 1]] or [""]
-    words = f"verdict {shlex.join(arms)} --control {shlex.quote(control)}" if arms else f"watch {shlex.quote(study)}"
+    words = f"verdict {commands.shown(store.root / study)} --control RUN"
     return refuse(subject, text, choices=f"studies: {known}", fix=commands.verb(words, root))
