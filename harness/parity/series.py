@@ -1,13 +1,6 @@
 """Verdicts on series of numbers alone: losses and gradient norms of runs, beside the noise of earlier runs of the job.
 
-Weights, gradients and data of an imported series are not known, so that T0 to T2 say nothing and T3 is what is left: a
-run is reduced to one number a measure, the mean over a window, because its steps are correlated and are no sample. New
-and earlier runs are two groups that scatter alike (`tiers.equivalence.unpaired_test`).
-
-[Note: Noise band] Over the window's mean a fault of few steps is lost. So each number of a new run is also held to the
-band of the earlier runs at that step, mean +- t sd sqrt(1 + 1/n), with t for all steps together (Bonferroni's) and the
-margin beside it. Losses have longer tails than a normal distribution, and a spike may be one: outside of the band is a
-doubt, no refutation.
+docs/verdicts.md ("T3: paired seeds") says how groups of runs are compared, and what band single numbers are held to.
 """
 
 from __future__ import annotations

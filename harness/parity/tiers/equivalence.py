@@ -7,18 +7,7 @@ number a measure, over the run's later half or as many last steps as the study s
     loss        mean of (arm - control), over the control's mean: a relative difference
     grad_norm   mean of log(arm / control)
 
-[Note: Two questions] "Not significantly different" is not "equivalent". Equivalence is what is tested: TOST (Schuirmann
-1987) rejects |mean| >= margin where both one-sided t-tests do, which is where the 1 - 2 alpha interval of the mean lies
-within the margin. An arm is DIFFERENT where a t-test rejects |mean| <= margin: a difference that is significant but
-within the margin is none that was asked for. Between the two: UNDECIDED, with the number of seeds that would decide.
-
-Over several arms each family of tests is held to alpha by Holm's rule. Over several measures of one arm equivalence
-needs all of them (an intersection-union test: no correction), and a difference in any counts (Bonferroni's).
-
-[Note: How many seeds] The smallest number with which the arm, if its mean is what was seen, would be decided with
-`POWER` at the level of the first step of Holm's rule. A standard deviation from few seeds is itself in doubt; its upper
-`SD_CONFIDENCE` limit is planned with. Power of TOST by Bonferroni's inequality over its two noncentral t's, which is
-exact but where power is low.
+docs/verdicts.md ("T3: paired seeds") says what is tested, how p-values are adjusted, and what seeds are planned for.
 """
 
 from __future__ import annotations
@@ -166,7 +155,7 @@ def _bonferroni(p_values: Sequence[float]) -> float:
 
 
 def seeds_needed(tests: Sequence[PairedTest], level: float) -> int | None:
-    """Pairs, or runs in each group, that would decide every measure; see [Note: How many seeds].
+    """Pairs, or runs in each group, that would decide every measure with `POWER`.
 
     Args: tests: of one arm. level: of each one-sided test.
     """
