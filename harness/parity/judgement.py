@@ -1,9 +1,7 @@
 """Two comparable runs, each measurement made once, and their verdict.
 
-[Note: Certainty] A run is right up to a step if all until then were checked in all that `every_step.REQUIRED` names.
-Where both runs are, later differences are growth of rounding: no bound on growth applies; only a jump (`divergence`)
-raises a doubt. Elsewhere growth is bounded by expectation and observation while the control is stable; after that
-nothing is refuted. The order of outcomes is that of `harness.parity.compare`.
+docs/verdicts.md says what is asked where both runs are right in every step ("Two runs with every step checked"), and how
+growth is bounded elsewhere ("T2 over the steps"). The order of outcomes is that of `harness.parity.compare`.
 """
 
 from __future__ import annotations

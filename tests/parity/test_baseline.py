@@ -24,7 +24,7 @@ from harness.store.errors import StoreError
 from harness.wandb_sync.series import import_series
 from tests.parity.arms import broken
 from tests.parity.conftest import Bench
-from tests.parity.corpus import FP32, OURS, scaled
+from tests.parity.corpus import FAULTS, FP32, OURS, TWINS, Case, scaled
 from tests.parity.edits import edit_json
 from tests.parity.lab import CLEAN
 from tests.support.mutants import Slip, each, slips
@@ -68,9 +68,15 @@ def test_the_run_itself_is_equal_and_another_layout_equivalent(bench: Bench, gol
     assert compare(bench.run(ARM), golden, sources=CLEAN).outcome is Outcome.EQUIVALENT
 
 
-@pytest.mark.parametrize("factor", [2.0, 0.5, 1.02, 1.001])
-def test_a_wrong_scale_is_different(factor: float, bench: Bench, golden: Path) -> None:
-    found = judged(bench, golden, broken(ARM, reduced=scaled(factor)))
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in (*FAULTS, *TWINS[::3])])
+def test_the_corpus_is_judged_as_against_the_run(case: Case, bench: Bench, tmp_path: Path) -> None:
+    (tmp_path / "golden.npz").write_bytes(made(bench.run(replace(case.control, checked=True))))
+    found = gate(bench.run(replace(case.arm, checked=True)), tmp_path / "golden.npz")
+    assert found.exit_code == (1 if case in FAULTS else 0), found.sentence
+
+
+def test_a_wrong_scale_is_different(bench: Bench, golden: Path) -> None:
+    found = judged(bench, golden, broken(ARM, reduced=scaled(1.001)))
     assert found.outcome is Outcome.DIFFERENT, found.sentence
     assert found.exit_code == 1
     assert not any(word in command for command in found.commands for word in ("--from", " diff "))
@@ -209,16 +215,6 @@ def test_a_refresh_says_what_changes_and_by_how_much_of_the_bound(
     assert judged(bench, golden, ARM).outcome is Outcome.EQUAL
     assert main(["baseline", str(run), "--out", str(golden)]) == 2
     assert "--refresh" in capsys.readouterr().err
-
-
-def test_completion_offers_the_options(tmp_path: Path) -> None:
-    from harness.cli.completion import candidates
-    from harness.cli.main import VERBS
-
-    assert candidates("harness gate --ju", VERBS) == ["--junit"]
-    assert candidates("harness baseline --re", VERBS) == ["--refresh"]
-    assert candidates("harness import-", VERBS) == ["import-series"]
-    assert candidates("harness verdict --hi", VERBS) == ["--history"]
 
 
 def a_factor_is_found(bench: Bench, golden: Path) -> bool:

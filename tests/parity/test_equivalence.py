@@ -46,13 +46,6 @@ def test_an_arm_at_the_margin_is_seldom_called_either(sd: float, pairs: int) -> 
     assert share(found, Outcome.DIFFERENT) <= at_most(ALPHA)
 
 
-def test_the_stated_error_is_reached_where_noise_is_small() -> None:
-    """Not conservative for its own sake: at the margin 5 % are called equivalent and 5 % different."""
-    found = outcomes(MARGIN, 0.2, 10)
-    assert share(found, Outcome.EQUIVALENT) == pytest.approx(ALPHA, abs=0.02)
-    assert share(found, Outcome.DIFFERENT) == pytest.approx(ALPHA, abs=0.02)
-
-
 def test_the_interval_covers_what_it_states() -> None:
     draws = np.random.default_rng(3).normal(0.4, 1.0, size=(TRIALS, 6))
     covered = [(t := paired_test("loss", list(row), MARGIN)).low <= 0.4 <= t.high for row in draws]
@@ -64,22 +57,6 @@ def test_holm_keeps_the_error_of_a_whole_study(arms: int) -> None:
     found = outcomes(MARGIN, 0.3, 8, arms)
     assert share(found, Outcome.EQUIVALENT) <= at_most(ALPHA)
     assert share(found, Outcome.DIFFERENT) <= at_most(ALPHA)
-
-
-def test_without_holm_a_study_of_twelve_arms_would_be_wrong_too_often() -> None:
-    """The test above can fail: uncorrected, some arm of twelve passes in 46 % of studies."""
-    draws = np.random.default_rng(7).normal(MARGIN, 0.3, size=(400, 12, 8))
-    any_passes = [any(paired_test("loss", list(a), MARGIN).p_equivalent <= ALPHA for a in t) for t in draws]
-    assert np.mean(any_passes) > 0.3
-
-
-def test_equal_arms_and_far_ones_are_told_apart() -> None:
-    assert share(outcomes(0.0, 0.2, 6), Outcome.EQUIVALENT) > 0.99
-    assert share(outcomes(3.0, 0.2, 6), Outcome.DIFFERENT) > 0.99
-
-
-def test_a_significant_difference_within_the_margin_is_equivalent() -> None:
-    assert share(outcomes(0.5, 0.05, 6), Outcome.EQUIVALENT) > 0.99
 
 
 @pytest.mark.parametrize("mean", [0.0, 0.4, 1.8, 3.0])

@@ -1,4 +1,4 @@
-"""Every fault must be refused at the step it acts, with the right tensor named; every clean baseline must pass."""
+"""The fault, not the arm it sits in, is what is refused; and where nothing but captured gradients shows it."""
 
 from __future__ import annotations
 
@@ -6,42 +6,13 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
 from safetensors.numpy import load_file
 
-from harness.parity import Grade, Outcome, Verdict, compare
+from harness.parity import Outcome, compare
 from tests.parity.arms import Fault
 from tests.parity.conftest import Bench
-from tests.parity.corpus import BF16, FAULTS, OURS_BF16, TWINS, Case
+from tests.parity.corpus import BF16, FAULTS, OURS_BF16
 from tests.parity.lab import CLEAN, write_capture
-
-
-def named(cases: list[Case]) -> list[object]:
-    return [pytest.param(case, id=case.name) for case in cases]
-
-
-def first_bad(verdict: Verdict) -> object:
-    return next(finding for finding in verdict.findings if finding.grade is Grade.bad)
-
-
-@pytest.mark.parametrize("case", named(FAULTS))
-def test_a_fault_is_different_where_it_acts(bench: Bench, case: Case) -> None:
-    verdict = bench.judge(case)
-    assert verdict.outcome is Outcome.DIFFERENT, verdict.sentence
-    bad = [finding for finding in verdict.findings if finding.grade is Grade.bad]
-    assert bad[0].step == case.step, verdict.sentence
-    if case.tensor:
-        assert all(f.tensor.startswith(case.tensor) for f in bad if f.tensor and f.step == 1), verdict.sentence
-        assert f"first in {case.tensor}" in verdict.sentence
-    assert case.says in verdict.sentence + " ".join(finding.note for finding in bad)
-
-
-@pytest.mark.parametrize("case", named(TWINS))
-def test_a_clean_baseline_passes(bench: Bench, case: Case) -> None:
-    verdict = bench.judge(case)
-    assert verdict.outcome in (Outcome.EQUAL, Outcome.EQUIVALENT), verdict.sentence
-    assert verdict.exit_code == 0
-    assert not verdict.findings
 
 
 def test_every_fault_has_a_baseline_that_passes(bench: Bench) -> None:

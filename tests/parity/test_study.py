@@ -184,7 +184,7 @@ def marks_of_a_doubt(bench: Bench) -> str:
     arm, control = bench.run(late), bench.run(replace(FP32, checked=True, captures=(1, 3)))
     verdict = compare(arm, control, sources=CLEAN)
     assert verdict.outcome is Outcome.UNDECIDED, verdict.sentence
-    return worst_of(zoom(arm, control, "blocks.1.w_up.weight", step=3)).split()[-1]
+    return worst_of(render.zoom(arm, control, "blocks.1.w_up.weight", step=3)).split()[-1]
 
 
 def _shrunk(step: int, values: Params) -> Params:
