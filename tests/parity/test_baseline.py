@@ -68,7 +68,13 @@ def test_the_run_itself_is_equal_and_another_layout_equivalent(bench: Bench, gol
     assert compare(bench.run(ARM), golden, sources=CLEAN).outcome is Outcome.EQUIVALENT
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in (*FAULTS, *TWINS[::3])])
+CORPUS = [
+    pytest.param(case, id=case.name, marks=[pytest.mark.full] if place % 4 else [])
+    for place, case in enumerate((*FAULTS, *TWINS))
+]
+
+
+@pytest.mark.parametrize("case", CORPUS)
 def test_the_corpus_is_judged_as_against_the_run(case: Case, bench: Bench, tmp_path: Path) -> None:
     (tmp_path / "golden.npz").write_bytes(made(bench.run(replace(case.control, checked=True))))
     found = gate(bench.run(replace(case.arm, checked=True)), tmp_path / "golden.npz")

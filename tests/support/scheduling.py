@@ -57,7 +57,6 @@ SLOW = (
     "tests/models/test_eight_bits.py",
     "tests/models/test_tensor_parallel.py",
     "tests/own",
-    "tests/parity/test_baseline_corpus.py",
     "tests/parity/test_script.py",
     "tests/slurm",
     "tests/streams/test_races.py",
