@@ -1,6 +1,6 @@
 """Two comparable runs, each measurement made once, and their verdict.
 
-docs/verdicts.md says what is asked where both runs are right in every step ("Two runs with every step checked"), and how
+docs/verdicts.md says what is asked where both are right in every step ("Two runs with every step checked"), and how
 growth is bounded elsewhere ("T2 over the steps"). The order of outcomes is that of `harness.parity.compare`.
 """
 
