@@ -27,7 +27,7 @@ ENGINES = {
     "native": STRATEGIES,
     "fsdp2": STRATEGIES[2:],
     "fsdp1": STRATEGIES[2:],
-    "ddp": STRATEGIES[:2],
+    "ddp": STRATEGIES[:1],
     "megatron_fsdp": STRATEGIES,
     "deepspeed": STRATEGIES,
 }

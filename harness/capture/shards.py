@@ -153,7 +153,7 @@ def _megatron(models: Iterable[nn.Module]) -> dict[int, Shard]:
         for _, param in getattr(storage, "optimizer_named_parameters", ()):
             group = storage.parameter_groups[storage.param_to_param_group[param.orig_param]]
             buffer = group.main_weight_buffer or group.model_weight_buffer
-            if buffer is not None:  # else whole
+            if buffer is not None and buffer.is_data_distributed:  # else whole
                 start, stop = buffer._get_item_slice_in_shard(buffer.param_idx[param.orig_param])
                 found[id(param)] = _kept(param, param.shape, start, stop, 0)
     return found

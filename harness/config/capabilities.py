@@ -52,7 +52,7 @@ class Capabilities:
     fp8: bool = False
     """True if linear layers may multiply in FP8 (dtype.fp8), with the history of delayed scaling updated and saved."""
     loss_scale: bool = False
-    own_optimizers: tuple[Strategy, ...] = ()
+    own_optimizers: bool = False
     adapter: str | None = None
     """Adapter class, as `module:Class`; None: `engine.adapter` names it (ext)."""
     package: str | None = None
@@ -98,7 +98,7 @@ class EngineName(Choice):
             tensor_parallel=True,
             fp8=True,
             loss_scale=True,
-            own_optimizers=tuple(Strategy),
+            own_optimizers=True,
             settings=tuple(f"engine.{name}" for name in _GROUP),
         ),
     )
@@ -129,14 +129,13 @@ class EngineName(Choice):
     )
     ddp = (
         "ddp",
-        "torch DistributedDataParallel, with ZeroRedundancyOptimizer under sharding=optim. Selects sharding=no_shard.",
+        "torch DistributedDataParallel. Selects sharding=no_shard.",
         Capabilities(
             adapter="harness.engines.adapters.ddp:DdpEngine",
-            strategies=(Strategy.no_shard, Strategy.optim),
+            strategies=(Strategy.no_shard,),
             compressed_wires=(Dtype.bf16, Dtype.fp16),
-            tensor_parallel=True,
             fp8=True,
-            own_optimizers=(Strategy.no_shard,),
+            own_optimizers=True,
         ),
     )
     megatron_fsdp = (
@@ -180,17 +179,14 @@ class EngineName(Choice):
             numerics=tuple(Numerics),
             max_data_ranks=1,
             sums_itself=True,
-            tensor_parallel=True,
             fp8=True,
-            own_optimizers=(Strategy.no_shard,),
+            own_optimizers=True,
         ),
     )
     ext = (
         "ext",
         f"An engine of your own: engine.adapter=package.module:Class ({page('adapter.md')}).",
-        Capabilities(
-            strategies=tuple(Strategy), equal_dtypes=(), own_optimizers=tuple(Strategy), settings=("engine.adapter",)
-        ),
+        Capabilities(strategies=tuple(Strategy), equal_dtypes=(), own_optimizers=True, settings=("engine.adapter",)),
     )
 
     def __new__(cls, name: str, sentence: str, declared: Capabilities) -> Self:

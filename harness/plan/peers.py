@@ -273,23 +273,16 @@ class Replicated(Peer):
     """True if gradients are kept between steps, and summed beside these before the last microbatch."""
 
     def count(self) -> None:
-        self.hold()
-        self.close_step()
-
-    def hold(self, stepped: Sequence[nn.Parameter] | None = None) -> None:
-        """stepped: parameters whose optimizer state this rank has; None: all."""
-        trained, own = elements(self.trained), self.trained if stepped is None else stepped
-        self.casts = self.compute != self.main or self.model.config.mesh.tp > 1
-        self.keep(elements(self.params), trained, len(own))
-        self.memory["optimizer"] -= self.states * (trained - elements(own)) * self.main
+        self.keep(elements(self.params), elements(self.trained), len(self.trained))
         if self.compute != self.main:
             self.memory["compute_weights"] = elements(p for p in self.params if p not in self.in_8_bits) * self.compute
         if not self.has_buckets:
             self.sums[ALL] = self.memory["main_grads"]
+        self.close_step()
 
     def on_gradient(self, mark: Mark, unit: Unit) -> None:
         self.live[BUCKETS][ALL] += mark.given
-        if not self.casts:
+        if self.compute == self.main:
             self._sum()
 
     def _sum(self) -> None:
@@ -318,18 +311,7 @@ class Ddp(Replicated):
                 filled, limit = 0, BUCKET
         self.move("inner", "all_reduce", filled * width)
         self.move("inner", "all_reduce", looks * 4 * len(self.trained))
-        self.close_step()
-        if self.strategy is not Strategy.optim:
-            return self.hold()
-        of_ranks: list[list[nn.Parameter]] = [[] for _ in range(self.ranks)]
-        sizes = [0] * self.ranks  # largest first, to the rank with least; all that decay before the others
-        for each in sorted(self.trained, key=lambda each: (not self.decays[each], -numel_here(each))):
-            rank = sizes.index(min(sizes))
-            of_ranks[rank].append(each)
-            sizes[rank] += numel_here(each)
-        self.move("inner", "broadcast", sizes[0] * self.main)
-        self.rows["inner", "broadcast", "count"] = self.ranks
-        self.hold(of_ranks[0])
+        super().count()
 
     def end(self) -> None:
         if self.last and self.wire < self.main:

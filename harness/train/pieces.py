@@ -10,11 +10,11 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from harness.config.update_rule import OWN, TINY, Rule
 from harness.control import Control
+from harness.engines.base.sharded import whole
 from harness.engines.protocol import Engine
 from harness.probe.step_checks.pieces import Piece, own_places, shares
 from harness.probe.step_checks.sample import unit_of
@@ -43,8 +43,7 @@ def pieces_of(engine: Engine) -> dict[str, Piece] | None:
 def whole_moments(session: Session, control: Control, entries: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
     """Unsharded moments as `<parameter>/<entry>`, on the CPU and in their dtype, of parameters with all of them.
 
-    Summed in fp64 over a separate group, each element from one rank, independent of the engine's gathers. Collective
-    over all ranks; empty if the state has no places.
+    Over a separate group, each element from one rank. Collective over all ranks; empty if the state has no places.
     """
     found = pieces_of(session.engine)
     weights = [piece for key, piece in (found or {}).items() if key.startswith(WEIGHTS)]
@@ -58,16 +57,9 @@ def whole_moments(session: Session, control: Control, entries: Sequence[str]) ->
         counted, _ = shares(rows, session.ranks.rank)
         for index, (weight, piece) in enumerate(zip(weights, pieces, strict=True)):
             if any(row[index] for row in rows):
-                yield f"{weight.name}/{entry}", _whole(piece, bool(counted[index]), session.control)
-
-
-def _whole(piece: Piece, counts: bool, group: dist.ProcessGroup | None) -> Tensor:
-    whole = torch.zeros(piece.shape, dtype=torch.float64)
-    if counts:
-        piece.put(whole, piece.local)
-    if group is not None:
-        dist.all_reduce(whole, group=group)
-    return whole.to(piece.local.dtype if piece.blocks else torch.float32)
+                part = piece.local if counted[index] else None
+                moment = whole(piece, part, [session.control], torch.float64, torch.device("cpu"))
+                yield f"{weight.name}/{entry}", moment.to(piece.local.dtype if piece.blocks else torch.float32)
 
 
 MOST = 1 << 34

@@ -128,7 +128,7 @@ def test_an_experiment_implies_what_its_engine_implies() -> None:
 
 
 def test_what_is_typed_wins_over_what_is_implied() -> None:
-    assert compose(["engine=ddp", "sharding=optim"]).typed.sharding.strategy is Strategy.optim
+    assert compose(["engine=deepspeed", "sharding=optim"]).typed.sharding.strategy is Strategy.optim
     with pytest.raises(BadRequest, match=r"sharding\.strategy=optim_grads.*engine=ddp"):
         compose(["engine=ddp", "sharding=optim_grads"])
 

@@ -23,7 +23,7 @@ SHARDED = (
     ("fsdp1", "optim_grads"),
     ("fsdp1", "optim_grads_params"),
 )
-PEERS = (*SHARDED, ("fsdp1", "no_shard"), ("ddp", "no_shard"), ("ddp", "optim"))
+PEERS = (*SHARDED, ("fsdp1", "no_shard"), ("ddp", "no_shard"))
 """Torch's own engines, each with the strategies it has."""
 
 

@@ -17,7 +17,6 @@ from tests.support.covering import once
 from tests.support.factory import ranks_of, small_config, train, with_dtypes
 from tests.support.spawn import run_ranks
 
-DDP = EngineName.ddp
 MESHES = {"2x2": (1, 2), "1x4": (1, 4), "4x1": (1, 1), "2x1x2": (2, 2)}
 """Outer and tensor-parallel ranks, of four."""
 MODELS: dict[str, dict[str, Any]] = {
@@ -60,8 +59,6 @@ CASES = [
     ("4x1", "plain", Strategy.optim_grads_params),
     ("2x1x2", "tied sequence, grouped", Strategy.optim),
     ("2x1x2", "tied sequence, grouped", Strategy.optim_grads, EngineName.fsdp2),
-    ("2x2", "tied sequence, grouped", Strategy.no_shard, EngineName.ddp),
-    ("1x4", "tied", Strategy.no_shard, EngineName.single),
 ]
 """Every engine, mesh, model and strategy, and what tied, cut and grouped weights are met by."""
 MORE = [
@@ -73,8 +70,6 @@ MORE = [
     ("2x1x2", "sequence", Strategy.optim_grads_params),
     ("1x4", "tied", Strategy.optim_grads, EngineName.fsdp2),
     ("2x1x2", "tied sequence, grouped", Strategy.optim_grads_params, EngineName.fsdp2),
-    ("2x2", "plain", Strategy.optim, EngineName.ddp),
-    ("1x4", "tied sequence, grouped", Strategy.no_shard, EngineName.single),
 ]
 """What `make test-all` adds."""
 
@@ -149,7 +144,7 @@ def test_the_loop_trains_what_one_process_trains(more: bool, place: int, folder:
 def loads(rank: int, folder: Path) -> list[dict[str, Tensor]]:
     """The first case's checkpoint in every mesh of four ranks, and in FSDP2 over the same plan."""
     wanted: list[Any] = [(mesh, "plain") for mesh in MESHES]
-    wanted += [("2x2", "plain", Strategy.optim_grads, EngineName.fsdp2), ("2x2", "plain", Strategy.no_shard, DDP)]
+    wanted.append(("2x2", "plain", Strategy.optim_grads, EngineName.fsdp2))
     return [weights_of(config_of(*case), rank, load=folder / "0") for case in wanted]
 
 

@@ -72,8 +72,8 @@ TIERS = [
     ("T2", {"numerics": "ordered", "engine": "single"}, {"numerics": "ordered"}, "engine.name"),
     (
         "T2",
-        {"numerics": "ordered", "engine": "ddp", "strategy": "optim"},
-        {"numerics": "ordered", "engine": "ddp"},
+        {"numerics": "ordered", "engine": "deepspeed", "strategy": "optim"},
+        {"numerics": "ordered", "engine": "deepspeed"},
         "differ",
     ),
 ]

@@ -78,7 +78,7 @@ OVERRIDES = [
     ("cluster=slurm", "cluster.additional={a: 1}", "launch.dry_run=true", "notes='x, y'"),
     ("train.warmup_steps=${train.steps}",),
     ("fault=F01_duplicated_gradient", "optimizer=sgd", "mesh=two_by_two", "sharding=hfsdp", "ckpt=none"),
-    ("engine=ddp", "sharding=optim", "dtype=bf16"),
+    ("engine=deepspeed", "sharding=optim", "dtype=bf16"),
     ("experiment=bench_compute", "measure=bench", "model=odd", "cluster=local"),
     ("experiment=oracle", "engine=native", "numerics=ordered", "measure.rounding_draws=0", "mesh=two"),
     ("ckpt=last", "debug=one_step", "model=odd_units"),

@@ -116,7 +116,6 @@ LAYOUTS = (
     Layout("fsdp2", "optim_grads_params", 4, "no_shard"),
     Layout("ddp", "no_shard", 2),
     Layout("ddp", "no_shard", 3),
-    Layout("ddp", "optim", 4),
 )
 
 
@@ -129,7 +128,6 @@ _PLANNED = (
     *(Layout("native", ZERO_3, 4, outer, tp=2) for outer in ("no_shard", "optim")),
     Layout("fsdp2", ZERO_3, 4),
     Layout("fsdp2", ZERO_3, 4, tp=2),
-    Layout("ddp", "no_shard", 4, tp=2),
 )
 _EIGHT_BITS = (
     Layout("native", ZERO_3, 1),

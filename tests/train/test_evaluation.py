@@ -33,7 +33,6 @@ CASES: list[tuple[EngineName, Strategy, str]] = [
     (EngineName.fsdp2, Strategy.optim_grads, "fp8"),
     (EngineName.fsdp1, ZERO3, ""),
     (EngineName.ddp, Strategy.no_shard, ""),
-    (EngineName.ddp, Strategy.optim, ""),
     *((name, strategy, "") for name in PEERS for strategy in (Strategy.optim, ZERO3)),
 ]
 KEPT = ("loss", "grad_norm", "param_norm", "lr", "data_digest", "comm", "counters")

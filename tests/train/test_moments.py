@@ -15,7 +15,7 @@ from tests.support.factory import freeze, train
 from tests.support.spawn import run_ranks
 from tests.train.test_step_checks import configured
 
-KINDS = ("native-optim_grads_params", "native-hybrid", "fsdp2", "ddp-optim")
+KINDS = ("native-optim_grads_params", "native-hybrid", "fsdp2", "ddp")
 CAPTURED = [1, 2, 4]
 CHANGES = {"measure__capture_steps": CAPTURED, "measure__update_steps": CAPTURED, "measure__step_checks": False}
 

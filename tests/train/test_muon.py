@@ -252,11 +252,9 @@ def test_a_run_goes_on_under_any_other_layout_to_the_bits_of_one_process(own: bo
     ("words", "knob", "told"),
     [
         ("engine=fsdp2", "optimizer", "engine=native"),
-        ("engine=fsdp1", "optimizer", "engine=ddp sharding=no_shard"),
+        ("engine=fsdp1", "optimizer", "engine=ddp"),
         ("engine=deepspeed", "optimizer", "steps parts of matrices"),
         ("engine=megatron_fsdp", "optimizer", "is not taken by engine=megatron_fsdp"),
-        ("engine=ddp sharding=optim", "optimizer", "engine=ddp sharding=no_shard"),
-        ("engine=ddp mesh.world_size=4 mesh.tp=2", "optimizer", "needs whole matrices"),
         ("dtype=bf16_pure numerics=ordered", "optimizer.name", "optimizer=adamw"),
         ("optimizer.ns_coefficients=[1,2]", "optimizer.ns_coefficients", "three numbers"),
         ("optimizer.ns_steps=100", "optimizer.ns_steps", "0 to 99"),

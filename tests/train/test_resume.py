@@ -71,7 +71,7 @@ CONFIGS: dict[str, Config] = {
     "fsdp2 zero-2": config_of(
         engine__name=EngineName.fsdp2, mesh__world_size=2, sharding__strategy=Strategy.optim_grads
     ),
-    "ddp zero-1": config_of(engine__name=EngineName.ddp, mesh__world_size=2, sharding__strategy=Strategy.optim),
+    "ddp": config_of(engine__name=EngineName.ddp, mesh__world_size=2),
     "native hfsdp exact": exact(Strategy.optim_grads_params, 4, OuterStrategy.optim),
 }
 

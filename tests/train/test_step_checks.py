@@ -50,7 +50,6 @@ SEEN: dict[str, dict[str, Any]] = {
         if find_spec("megatron_fsdp") is not None
     },
     "ddp": {"engine__name": EngineName.ddp},
-    "ddp-optim": {"engine__name": EngineName.ddp, "sharding__strategy": Strategy.optim},
 }
 
 

@@ -43,20 +43,10 @@ def the_engine_takes_the_optimizer(request: Request) -> Iterator[Violation]:
     name = config.optimizer.name.name
     if config.optimizer.name not in (OptimizerName.ext, OptimizerName.muon):
         return
-    if name == "muon" and config.mesh.tp > 1 and config.engine.name is not EngineName.native:
-        problem = f"needs whole matrices, and engine={config.engine.name.name} has none under mesh.tp={config.mesh.tp}"
-        yield Violation("optimizer=muon", problem, "engine=native, mesh.tp=1", "engine=native")
-        return
-    if config.sharding.strategy not in request.can.own_optimizers:
-        whole = {name: set(can.own_optimizers) == set(can.strategies) for name, can in ENGINES.items()}
-        takers = [
-            f"engine={name.name}"
-            + ("" if whole[name] else f" sharding={' or '.join(s.name for s in can.own_optimizers)}")
-            for name, can in ENGINES.items()
-            if can.own_optimizers
-        ]
+    if not request.can.own_optimizers:
+        takers = [f"engine={name.name}" for name, can in ENGINES.items() if can.own_optimizers]
         why = ", which steps parts of matrices, or adds their products in an order of its own" * (name == "muon")
-        problem = f"is not taken by engine={config.engine.name.name} sharding={config.sharding.strategy.name}{why}"
+        problem = f"is not taken by engine={config.engine.name.name}{why}"
         yield Violation(f"optimizer={name}", problem, ", ".join(takers), "engine=native, or optimizer=adamw")
         return
     found = described("optimizer", config)

@@ -1,13 +1,8 @@
-"""Torch's DistributedDataParallel, as documented; with `sharding=optim` beside ZeroRedundancyOptimizer.
+"""Torch's DistributedDataParallel, as documented.
 
 Microbatches accumulate locally in the main dtype under `no_sync`; the last backward all-reduces DDP's buckets. A wire
 narrower than the main gradients is torch's own `bf16_compress_hook` or `fp16_compress_hook`: each bucket is cast to 16
 bits, divided by the number of ranks there, summed by the backend in 16 bits, and cast back.
-
-`sharding=optim`: DDP all-reduces the full gradients on every rank; each rank steps its parameters (unsharded ones,
-largest first, to the rank with least) and broadcasts them, one flat bucket a rank (`parameters_as_bucket_view=True`).
-So gradients cost as much traffic as without it, and a rank may hold more than 1/N of the optimizer state.
-`overlap_with_ddp` is off: it does not step in the first two or three iterations.
 
 `find_unused_parameters` is on where the model may leave parameters unused, which otherwise ends the next forward in
 "Expected to have finished reduction". It costs a walk over the graph and one more all-reduce a step, of 4 bytes a
@@ -25,12 +20,10 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import torch
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from harness.config.schema import Config, Dtype, Numerics, Strategy
+from harness.config.schema import Config, Dtype, Numerics
 from harness.engines.base.sharded import ReplicatedEngine
 from harness.engines.protocol import Ranks, Workload
 
@@ -42,7 +35,7 @@ COMPRESSION: dict[Dtype, Callable[..., Any]] = {
 
 
 class DdpEngine(ReplicatedEngine):
-    """Every rank has all weights and gradients, and all optimizer state or its share."""
+    """Every rank has all weights, gradients and optimizer state."""
 
     def __init__(self, workload: Workload, config: Config, ranks: Ranks) -> None:
         """Raises `ValueError`: DDP cannot send gradients in this dtype, or as `ReplicatedEngine`."""
@@ -58,7 +51,6 @@ class DdpEngine(ReplicatedEngine):
             warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
             self.wrapped = replica = DistributedDataParallel(
                 self.model,
-                process_group=None if self.grid is None else self.grid.get_group("dp_shard"),
                 device_ids=[ranks.device.index] if ranks.device.type == "cuda" else None,
                 broadcast_buffers=False,  # the rotary tables are computed alike on every rank
                 init_sync=False,  # and so are the weights, from their names
@@ -67,19 +59,6 @@ class DdpEngine(ReplicatedEngine):
             )
         if wire is not config.dtype.main_grads:
             replica.register_comm_hook(None, COMPRESSION[wire])
-
-    def _place_optimizer(self, whole: torch.optim.Optimizer) -> tuple[Any, torch.optim.Optimizer]:
-        if self.config.sharding.strategy is not Strategy.optim:
-            return whole, whole
-        sharded = ZeroRedundancyOptimizer(
-            whole.param_groups,  # each carries all of its settings
-            optimizer_class=type(whole),
-            parameters_as_bucket_view=True,
-            overlap_with_ddp=False,
-            process_group=None if self.grid is None else self.grid.get_group("dp_shard"),
-            lr=whole.defaults["lr"],
-        )
-        return sharded, sharded.optim
 
     def _rhythm(self, last: bool) -> AbstractContextManager[object]:
         assert isinstance(self.wrapped, DistributedDataParallel)

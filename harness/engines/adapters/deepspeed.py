@@ -36,6 +36,7 @@ from harness.config.derived import microbatches_per_rank, parameter_count
 from harness.config.schema import Config, Device, Strategy
 from harness.engines import optim
 from harness.engines.base.planned import evaluating
+from harness.engines.base.sharded import whole
 from harness.engines.protocol import TORCH_DTYPES, Engine, Microbatch, Ranks, Seen, Workload
 from harness.fsdp import create_state
 from harness.probe.step_checks.pieces import Piece
@@ -111,12 +112,9 @@ class DeepspeedEngine(Engine):
 
     def _whole(self, name: str, part: Tensor | None) -> Tensor:
         """Unsharded fp32 tensor, on the CPU. Collective where ranks have parts of it. Args: part: of `shards`."""
-        shard, found = self.shards[name], torch.zeros(self.shapes[name].numel(), device=self.ranks.device)
-        if part is not None and shard.numel:
-            found[shard.begin : shard.begin + shard.numel] = part.detach().flatten()
-        if self.stage == 3 or (self.stage and name in self.trained):
-            dist.all_reduce(found)
-        return found.view(self.shapes[name]).cpu()
+        is_cut = self.stage == 3 or (self.stage > 0 and name in self.trained)
+        groups = [dist.group.WORLD] if is_cut else []
+        return whole(self.shards[name], part, groups, torch.float32, self.ranks.device).cpu()
 
     def state_dict(self) -> dict[str, Tensor]:
         """This rank's main weights and optimizer state: flat, one tensor a parameter group."""

@@ -102,7 +102,8 @@ class Fsdp1Engine(ShardedEngine):
         if self.whole:
             for weight in weights.values():
                 weight.grad_dtype = None  # under no_sync FSDP1 hands tied ones a gradient in the compute dtype
-        self._finish(weights, shapes, None if self.whole else mesh.get_group("dp_shard"), fused=True)
+        self.group = None if self.whole else mesh.get_group("dp_shard")
+        self._finish(weights, shapes, fused=True)
 
     def _strategy(self, config: Config, ranks: Ranks) -> tuple[ShardingStrategy, DeviceMesh]:
         outer = config.mesh.dp_outer

@@ -30,6 +30,7 @@ Limits, on torch 2.13:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -67,8 +68,8 @@ class Fsdp2Engine(ShardedEngine):
         workload.materialise_buffers(model, ranks.device)
         refuse_scalars("fsdp2", model)
         shapes = {name: param.shape for name, param in model.named_parameters()}
-        mesh, tensor = self._meshes(model)
-        tp_shards = {name: TpShard.of(name, param, tensor) for name, param in model.named_parameters()}
+        mesh, self.tensor = self._meshes(model)
+        self.tp_shards = {name: TpShard.of(name, param, self.tensor) for name, param in model.named_parameters()}
         policy = MixedPrecisionPolicy(
             param_dtype=self.compute_dtype,
             reduce_dtype=self.wire_dtype,
@@ -100,11 +101,14 @@ class Fsdp2Engine(ShardedEngine):
         give_memory(model, ranks.device)
         weights = dict(model.named_parameters())
         for name, weight in weights.items():
-            self._fill(weight, tp_shards[name].cut(workload.initial_weight(name, shapes[name])))
+            self._fill(weight, self.tp_shards[name].cut(workload.initial_weight(name, shapes[name])))
         shard_group = mesh.get_group("dp_shard")
-        self.is_fused = config.optimizer.name is not OptimizerName.sgd  # DTensor has no rule for aten._fused_sgd_
-        group = shard_group if shard_group.size() > 1 else None
-        self._finish(weights, shapes, group, fused=self.is_fused, tp_shards=tp_shards, tensor=tensor)
+        is_fused = config.optimizer.name is not OptimizerName.sgd  # DTensor has no rule for aten._fused_sgd_
+        self.group = shard_group if shard_group.size() > 1 else None
+        self._finish(weights, shapes, fused=is_fused)
+        if not is_fused:
+            for table in self.optimizer.param_groups:
+                table["foreach"] = True
 
     def _meshes(self, model: nn.Module) -> tuple[DeviceMesh, dist.ProcessGroup | None]:
         """Data-parallel mesh, and tensor-parallel ranks after cutting the model. Collective over all ranks."""
@@ -122,12 +126,6 @@ class Fsdp2Engine(ShardedEngine):
         local = weight.to_local()
         begin = self.mesh.get_local_rank("dp_shard") * -(-value.shape[0] // self.mesh["dp_shard"].size())
         local.copy_(value[begin : begin + local.shape[0]])
-
-    def _place_optimizer(self, whole: torch.optim.Optimizer) -> tuple[Any, torch.optim.Optimizer]:
-        if not self.is_fused:
-            for table in whole.param_groups:
-                table["foreach"] = True
-        return whole, whole
 
     def _piece(self, tensor: Tensor) -> Tensor:
         # Asked for each time: torch replaces the local tensor once, in the first forward, to pad it.
@@ -176,8 +174,10 @@ class Fsdp2Engine(ShardedEngine):
         return losses
 
     def _padding_elements(self) -> tuple[int, int]:
-        own = self.mesh.get_local_rank("dp_shard") if self.group is not None else 0
-        unused = {name: max(extents) - extents[own] for name, extents in self.extents.items()}
+        ranks, unused = self.mesh["dp_shard"].size(), dict[str, int]()
+        for name, weight in self.weights.items():
+            rows, *others = self.tp_shards[name].here
+            unused[name] = -(-rows // ranks) * math.prod(others) - self._piece(weight).numel()
         return sum(unused.values()), sum(unused[name] for name in self.trained)
 
 

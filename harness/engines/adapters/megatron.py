@@ -21,7 +21,7 @@ that step is taken with a learning rate of 0, because all engines start from the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from typing import Any
@@ -37,7 +37,6 @@ from harness.engines import optim
 from harness.engines.adapters import megatron_on_cpu
 from harness.engines.base.sharded import ShardedEngine
 from harness.engines.protocol import TORCH_DTYPES, Ranks, Seen, Workload
-from harness.fsdp import TpShard
 from harness.probe.step_checks.pieces import Piece, local_part
 
 OUTER, INNER, TENSOR = "dp_outer", "dp_shard", "tp"
@@ -48,6 +47,7 @@ class MegatronEngine(ShardedEngine):
     """All four strategies, HSDP of the sharded ones, HFSDP of `optim_grads_params`."""
 
     model: Any
+    optimizer: Any
 
     def __init__(self, workload: Workload, config: Config, ranks: Ranks) -> None:
         """Build on meta where possible, shard, and wrap the optimizer.
@@ -85,11 +85,9 @@ class MegatronEngine(ShardedEngine):
         workload.materialise_buffers(module, ranks.device)  # emptied again where beside a parameter on meta
         self.weights = dict(module.named_parameters())
         self.trained = {name: weight for name, weight in self.weights.items() if weight.requires_grad}
-        self.tp_shards = {name: TpShard(tuple(weight.shape)) for name, weight in self.weights.items()}
         self.groups: list[Any] = list(self.model.param_and_grad_buffer.parameter_groups)
-        self.group, self.tensor = self._shard_group(mesh), None
+        self.group = self._shard_group(mesh)
         self.optimizer = self._optimizer(package)
-        self.extents, self.order = self._exchange_extents(), self._exchange_order()
 
     def _rhythm(self, last: bool) -> AbstractContextManager[object]:
         self.model.is_last_microbatch = last
@@ -115,15 +113,6 @@ class MegatronEngine(ShardedEngine):
         """Reduced gradients, of weights of which this rank has elements."""
         self._demand_reduced()
         return {name: weight.grad for name, weight in self.weights.items() if weight.grad is not None}
-
-    def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        found, dtype = self.local_gradients(), TORCH_DTYPES[self.config.dtype.main_grads]
-        for name in self.trained:
-            yield name, self._gather(name, found.get(name, torch.empty(0, device=self.ranks.device)).to(dtype))
-
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Unsharded main weights on the CPU, gathered one by one; compute weights of frozen parameters."""
-        return ((name, weight.to(self.main_dtype)) for name, weight in super().named_weights())
 
     def state_dict(self) -> dict[str, Tensor]:
         """This rank's shards of main weights and optimizer state by parameter name; not copied."""
@@ -192,16 +181,6 @@ class MegatronEngine(ShardedEngine):
             return dist.group.WORLD
         group: dist.ProcessGroup = mesh[INNER].get_group()
         return group
-
-    def _exchange_order(self) -> list[int] | None:
-        """Collective over the group. Its rank is no place in a tensor where the outer axis shards too."""
-        if self.group is None:
-            return None
-        buffer = next(each.main_weight_buffer for each in self.groups if each.main_weight_buffer is not None)
-        mine = torch.tensor([buffer.dp_rank], device=self.ranks.device)
-        places = [torch.empty_like(mine) for _ in range(self.group.size())]
-        dist.all_gather(places, mine, group=self.group)
-        return sorted(range(len(places)), key=lambda rank: int(places[rank]))
 
     def _bytes_of_buffers(self) -> dict[str, int]:
         """Bytes of persistent storage by role, padding apart."""

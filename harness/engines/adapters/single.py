@@ -19,18 +19,15 @@ class SingleEngine(ReplicatedEngine):
 
     def __init__(self, workload: Workload, config: Config, ranks: Ranks) -> None:
         """Raises `ValueError`: there is more than one rank."""
-        if ranks.world_size != config.mesh.tp:
+        if ranks.world_size > 1:
             raise ValueError(
-                f"engine=single has one process's data, mesh.world_size={ranks.world_size}: set mesh.world_size=1, or"
-                " as many as mesh.tp"
+                f"engine=single has one process's data, mesh.world_size={ranks.world_size}: set mesh.world_size=1"
             )
         super().__init__(workload, config, ranks, fused=False)
         self.num_microbatches = 0
         self.sums = IntegerSums(config, self.trained) if config.numerics.mode is Numerics.exact else None
 
-    def seen(self) -> Seen | None:
-        if super().seen() is None:
-            return None
+    def seen(self) -> Seen:
         return Seen(self.model, global_microbatches(self.config), self.compute_dtype)
 
     def forward_backward(self, batch: Microbatch, *, last: bool) -> Tensor:

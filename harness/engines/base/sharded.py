@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -24,9 +24,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from harness.config.derived import microbatches_per_rank
 from harness.config.schema import Config
 from harness.engines import optim
-from harness.engines.base.planned import end_step, evaluating, scales_of, shadow_weights, take_plan, uncast
+from harness.engines.base.planned import end_step, evaluating, scales_of, shadow_weights, uncast
 from harness.engines.protocol import TORCH_DTYPES, Engine, Microbatch, Ranks, Seen, State, Workload
 from harness.fsdp import TpShard, create_state
+from harness.probe.step_checks.pieces import Piece
 
 
 class ShardedEngine(Engine):
@@ -38,8 +39,12 @@ class ShardedEngine(Engine):
     model: nn.Module
     wrapped: nn.Module
     """Called in a forward: the model, unless a subclass wraps it."""
-    order: Sequence[int] | None = None
-    """Ranks of the group in the order of their pieces in a weight; None: that of the group."""
+    group: dist.ProcessGroup | None = None
+    """Ranks with the other pieces of weights; None: each has all of them."""
+    tensor: dist.ProcessGroup | None = None
+    """Tensor-parallel ranks, or None."""
+    tp_shards: Mapping[str, TpShard] = MappingProxyType({})
+    """Of which pieces are cut, by name; full weights without one."""
 
     def __init__(self, workload: Workload, config: Config, ranks: Ranks) -> None:
         self.workload = workload
@@ -51,37 +56,18 @@ class ShardedEngine(Engine):
         self.microbatches_per_rank = microbatches_per_rank(config)
         self.reduced = False
 
-    def _finish(
-        self,
-        weights: Mapping[str, nn.Parameter],
-        shapes: Mapping[str, torch.Size],
-        group: dist.ProcessGroup | None,
-        *,
-        fused: bool,
-        tp_shards: Mapping[str, TpShard] | None = None,
-        tensor: dist.ProcessGroup | None = None,
-    ) -> None:
-        """Make the optimizer, and exchange the extents of pieces. Collective over `group`.
+    def _finish(self, weights: Mapping[str, nn.Parameter], shapes: Mapping[str, torch.Size], *, fused: bool) -> None:
+        """Make the optimizer.
 
-        Args: weights: parameters in model order, each once; pieces lie on `group`'s ranks, unsharded where it is None.
-        shapes: full shapes. fused: one kernel a group. tp_shards: of which pieces are cut; None: full weights. tensor:
-        tensor-parallel ranks, or None.
+        Args: weights: parameters in model order, each once. shapes: full ones. fused: one kernel a group.
         """
         self.wrapped = self.model
-        self.tp_shards = tp_shards or {name: TpShard(tuple(shape)) for name, shape in shapes.items()}
-        self.tensor = tensor
-        self.weights, self.shapes, self.group = dict(weights), dict(shapes), group
+        self.weights, self.shapes = dict(weights), dict(shapes)
         self.names: dict[Tensor, str] = {weight: name for name, weight in weights.items()}
         self.trained = {name: weight for name, weight in weights.items() if weight.requires_grad}
         groups = optim.groups_of(self.config.optimizer, self.workload, self.trained, shapes)
-        made = optim.make_optimizer(self.config.optimizer, groups, fused=fused)
-        self.optimizer, self.local_optimizer = self._place_optimizer(made)
-        create_state(self.local_optimizer)
-        self.extents = self._exchange_extents()
-
-    def _place_optimizer(self, whole: torch.optim.Optimizer) -> tuple[Any, torch.optim.Optimizer]:
-        """Optimizer of all ranks, and the one that has this rank's state."""
-        return whole, whole
+        self.optimizer = optim.make_optimizer(self.config.optimizer, groups, fused=fused)
+        create_state(self.optimizer)
 
     def _piece(self, tensor: Tensor) -> Tensor:
         """This rank's elements of a weight, gradient or moment, as a plain tensor sharing memory."""
@@ -131,12 +117,14 @@ class ShardedEngine(Engine):
         end_step(self.model, self.ranks)
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        for name, gradient in self._gradients().items():
-            yield name, self._gather(name, self._piece(gradient))
+        found, dtype = self.local_gradients(), TORCH_DTYPES[self.config.dtype.main_grads]
+        for name, piece in self._pieces().items():
+            if name in self.trained:
+                yield name, self._whole(piece, found.get(name), dtype)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        for name, weight in self.weights.items():
-            yield name, self._gather(name, self._piece(weight))
+        for name, piece in self._pieces().items():
+            yield name, self._whole(piece, piece.local, self.main_dtype)
 
     def local_gradients(self) -> Mapping[str, Tensor]:
         return {name: self._piece(gradient) for name, gradient in self._gradients().items()}
@@ -147,7 +135,7 @@ class ShardedEngine(Engine):
     def state_dict(self) -> dict[str, Tensor]:
         """This rank's pieces of weights and optimizer state, by parameter name; not copied."""
         state = {f"weights/{name}": self._piece(weight) for name, weight in self.weights.items()}
-        moments = optim.optimizer_state(self.local_optimizer, self.names)
+        moments = optim.optimizer_state(self.optimizer, self.names)
         state |= {f"optimizer/{key}": self._piece(value) for key, value in moments.items()}
         return state | scales_of(self.model)
 
@@ -160,7 +148,7 @@ class ShardedEngine(Engine):
 
         Gathered weights in the compute dtype are gone after the step's last backward, under every strategy.
         """
-        moments = optim.optimizer_state(self.local_optimizer, self.names).values()
+        moments = optim.optimizer_state(self.optimizer, self.names).values()
         itemsize = self.main_dtype.itemsize
         return {
             "compute_weights": 0,
@@ -192,7 +180,11 @@ class ShardedEngine(Engine):
 
     def _counted(self, pieces: Mapping[str, Tensor]) -> list[Tensor]:
         """Pieces that this rank counts in sums over ranks, of which others may have copies."""
-        return [piece for name, piece in pieces.items() if self.tp_shards[name].is_counted_here]
+        return [
+            piece
+            for name, piece in pieces.items()
+            if name not in self.tp_shards or self.tp_shards[name].is_counted_here
+        ]
 
     def _total(self, squares: Tensor) -> Tensor:
         """Sum over ranks with other pieces and parts, in place. Collective over them."""
@@ -201,42 +193,37 @@ class ShardedEngine(Engine):
                 dist.all_reduce(squares, group=group)
         return squares
 
-    def _exchange_extents(self) -> dict[str, list[int]]:
-        """Elements of each weight on each rank of the group, in rank order. Collective over the group.
+    def _pieces(self) -> dict[str, Piece]:
+        """This rank's piece of each weight, by name."""
+        flat = self.flat_pieces()
+        return {n: Piece.of(n, weight) if flat is None else flat[f"weights/{n}"] for n, weight in self.weights.items()}
 
-        Raises `RuntimeError`: the pieces of a weight do not add up to it.
-        """
-        own = [self._piece(weight).numel() for weight in self.weights.values()]
-        if self.group is None:
-            return {name: [numel] for name, numel in zip(self.weights, own, strict=True)}
-        mine = torch.tensor(own, dtype=torch.int64, device=self.ranks.device)
-        rows = [torch.empty_like(mine) for _ in range(self.group.size())]
-        dist.all_gather(rows, mine, group=self.group)
-        table = torch.stack(rows).T.tolist()
-        for name, extents in zip(self.weights, table, strict=True):
-            if sum(extents) != self.tp_shards[name].numel:
-                raise RuntimeError(f"{name} has {self.tp_shards[name].numel} elements here, its pieces {extents}")
-        return dict(zip(self.weights, table, strict=True))
+    def _whole(self, piece: Piece, part: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Full tensor, on the CPU. Collective over the ranks with the other pieces."""
+        shard = self.tp_shards.get(piece.name)
+        groups = [self.group, None if shard is None or shard.is_copied else self.tensor]
+        return whole(piece, part, groups, dtype, self.ranks.device).cpu()
 
-    @torch.no_grad()
-    def _gather(self, name: str, piece: Tensor) -> Tensor:
-        """Full tensor on the CPU: pieces padded to the longest, gathered, cut again. Collective over the group.
 
-        Not DTensor.full_tensor(): one way for both engines, independent of placements.
-        """
-        whole = self._gather_tp_shard(name, piece).reshape(self.tp_shards[name].here)
-        return self.tp_shards[name].join(whole, self.tensor).to("cpu", copy=True)
+@torch.no_grad()
+def whole(
+    piece: Piece,
+    part: Tensor | None,
+    groups: Iterable[dist.ProcessGroup | None],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
+    """Full tensor of the pieces of all ranks, to the bit: bytes are added, and where a rank has no elements its are 0.
 
-    def _gather_tp_shard(self, name: str, piece: Tensor) -> Tensor:
-        extents = self.extents[name]
-        if self.group is None:
-            return piece.detach()
-        padded = piece.new_zeros(max(extents))
-        padded[: piece.numel()] = piece.flatten()
-        rows = [torch.empty_like(padded) for _ in extents]
-        dist.all_gather(rows, padded, group=self.group)
-        parts = [row[:numel] for row, numel in zip(rows, extents, strict=True)]
-        return torch.cat(parts if self.order is None else [parts[rank] for rank in self.order])
+    Collective over the groups. Args: part: this rank's elements, in the places of the piece.
+    """
+    found = torch.zeros(piece.shape, dtype=dtype, device=device)
+    if part is not None:
+        piece.put(found, part)
+    for group in groups:
+        if group is not None:
+            dist.all_reduce(found.view(-1).view(torch.uint8), group=group)
+    return found
 
 
 def data_parallel_mesh(config: Config, ranks: Ranks) -> DeviceMesh:
@@ -300,41 +287,27 @@ class ReplicatedEngine(ShardedEngine):
             )
         super().__init__(workload, config, ranks)
         self.model = workload.build(ranks.device, self.main_dtype)
-        workload.quantize(self.model, ranks.device)  # before they are cut: a plan replaces what a layer looks at
-        self.grid = grid_mesh(config, ranks) if config.mesh.tp > 1 else None
-        if self.grid is not None:
-            workload.cut(self.model, self.grid["tp"], sequence_parallel=config.mesh.sequence_parallel)
-        self.planned = take_plan(self.model, None if self.grid is None else self.grid["tp"])
-        tp_shards, tensor = self.planned.tp_shards, self.planned.group
-        shapes = {name: torch.Size(tp_shard.shape) for name, tp_shard in tp_shards.items()}
+        workload.quantize(self.model, ranks.device)
         weights = dict(self.model.named_parameters())
+        shapes = {name: weight.shape for name, weight in weights.items()}
         with torch.no_grad():
             for name, weight in weights.items():
-                weight.copy_(tp_shards[name].cut(workload.initial_weight(name, shapes[name])))
+                weight.copy_(workload.initial_weight(name, weight.shape))
         self.uncast = uncast(self.model)  # before copies shadow them
-        if self.compute_dtype is not self.main_dtype or self.grid is not None:
-            shadow_weights(self.model, self.compute_dtype, self.planned.specs, self.uncast)
-        self._finish(weights, shapes, None, fused=fused, tp_shards=tp_shards, tensor=tensor)
+        if self.compute_dtype is not self.main_dtype:
+            shadow_weights(self.model, self.compute_dtype, self.uncast)
+        self._finish(weights, shapes, fused=fused)
 
-    def seen(self) -> Seen | None:
-        """The user's module; losses are scaled by 1 / k, so that the divisor is the number of ranks.
-
-        None under tensor parallelism, where no rank has unsharded weights.
-        """
-        if self.grid is not None:
-            return None
+    def seen(self) -> Seen:
+        """The user's module; losses are scaled by 1 / k, so that the divisor is the number of ranks."""
         return Seen(self.model, self.ranks.world_size, self.compute_dtype)
 
     def expect(self, held: Mapping[str, Tensor]) -> None:
-        optim.make_room(self.local_optimizer, self.weights, held)
+        optim.make_room(self.optimizer, self.weights, held)
 
     def state(self) -> State:
-        """State itself: plain tensors, DTensors of parts; moments only where this rank updates them."""
-        held = {f"weights/{name}": self.planned.described(name, w.detach()) for name, w in self.weights.items()}
-        moments = optim.optimizer_state(self.local_optimizer, self.names)
-        named = ((key, key.rpartition("/")[0], value) for key, value in moments.items())
-        held |= {f"optimizer/{k}": self.planned.described(n, v) for k, n, v in named}
-        return State(held | scales_of(self.model), lambda: None)
+        """State itself, as plain tensors."""
+        return State(self.state_dict(), lambda: None)
 
     def accounted_bytes(self) -> dict[str, int]:
         """Bytes by role; gradients count, though they are freed between steps."""
