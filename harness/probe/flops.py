@@ -10,13 +10,8 @@ from harness.config.schema import Config, Dtype, ModelFamily
 PEAK_BF16_FLOPS = {"H100": 989e12, "H200": 989e12, "GH200": 989e12, "A100": 312e12, "B200": 2250e12}
 """Dense bf16 tensor-core operations a second by device name (SXM parts, vendor's data sheets)."""
 
-PEAK_OF_CARDS = {("H100", "NVL"): 835e12, ("H200", "NVL"): 835e12, ("A100", "PCIE"): 312e12}
-"""Dense bf16 operations a second of PCIe parts, by two words of the device's name (vendor's data sheets).
-
-Half of 1,671 sparse TFLOP/s for the NVL ones; cards not listed are not rated.
-"""
-
-CARDS = ("PCIE", "NVL")
+CARDS = {"PCIE", "NVL"}
+"""Words in names of PCIe parts, which are slower and not rated."""
 
 
 def flops_per_token(config: Config) -> float | None:
@@ -63,8 +58,8 @@ def peak_flops(device: torch.device, compute: Dtype) -> float | None:
 
 
 def peak_of_name(name: str) -> float | None:
-    """Dense bf16 operations a second by the driver's name ("NVIDIA H100 NVL"); None if unknown."""
+    """Dense bf16 operations a second by the driver's name ("NVIDIA H100 80GB HBM3"); None if unknown."""
     words = name.upper().replace("-", " ").split()
-    card = next((word for word in words if word in CARDS), None)
-    table = {word: PEAK_OF_CARDS.get((word, card)) for word in PEAK_BF16_FLOPS} if card else PEAK_BF16_FLOPS
-    return next((table[word] for word in words if word in table), None)
+    return (
+        None if CARDS & {*words} else next((PEAK_BF16_FLOPS[word] for word in words if word in PEAK_BF16_FLOPS), None)
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple
 
 import psutil
@@ -161,41 +161,30 @@ class Timers:
 
     def __init__(self, device: torch.device) -> None:
         self.on_device = device.type == "cuda"
-        self._ended: list[tuple[str, Elapsed, list[Elapsed]]] = []
-        self._open: list[list[Elapsed]] = []
-        self._is_aside = False
+        self._ended: list[tuple[str, Elapsed, int]] = []
+        self._open: list[str] = []
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
         """Time the body; spans of one name add up. A raising body counts too, one inside `aside` does not."""
-        if self._is_aside:
+        if ASIDE in self._open:
             yield
             return
-        left_out: list[Elapsed] = []
-        self._open.append(left_out)
+        self._open.append(name)
         end = self._begin()
         try:
             with record_function(f"harness::{name}") if is_profiled() else nullcontext():
                 yield
         finally:
-            self._ended.append((name, end(), left_out))
-            self._open.pop()
-
-    @contextmanager
-    def aside(self) -> Iterator[None]:
-        """Exclude the body from every span around it: the harness's own work within a step."""
-        if self._is_aside:
-            yield
-            return
-        self._is_aside, end = True, self._begin()
-        try:
-            yield
-        finally:
-            self._is_aside = False
             elapsed = end()
-            self._ended.append((ASIDE, elapsed, []))
-            for left_out in self._open:
-                left_out.append(elapsed)
+            self._open.pop()
+            self._ended.append((name, elapsed, 1))
+            if name == ASIDE:
+                self._ended += [(around, elapsed, -1) for around in self._open]
+
+    def aside(self) -> AbstractContextManager[None]:
+        """Exclude the body from every span around it: the harness's own work within a step."""
+        return self.span(ASIDE)
 
     def _begin(self) -> Callable[[], Elapsed]:
         if self.on_device:
@@ -220,7 +209,7 @@ class Timers:
         if self._ended and self.on_device:
             torch.cuda.synchronize()
         taken = {ASIDE: 0.0}
-        for name, elapsed, left_out in self._ended:
-            taken[name] = taken.get(name, 0.0) + elapsed() - sum(each() for each in left_out)
+        for name, elapsed, sign in self._ended:
+            taken[name] = taken.get(name, 0.0) + sign * elapsed()
         self._ended = []
         return taken

@@ -83,18 +83,11 @@ def read(path: Path) -> NcclFacts | None:
 
 
 def log_of_process(environment: Mapping[str, str], pid: int) -> Path | None:
-    """Log of NCCL_DEBUG_FILE for a process of this machine; None if unset or missing."""
-    named = environment.get("NCCL_DEBUG_FILE")
-    if not named:
-        return None
-    pattern = "".join(_expanded(part, pid) for part in re.split(r"(%.)", Path(named).name))
-    folder = Path(Path(named).parent.as_posix().replace("%%", "%"))
-    found = sorted(path for path in folder.glob("*") if re.fullmatch(pattern, path.name))
-    return found[0] if found else None
-
-
-def _expanded(part: str, pid: int) -> str:
-    return {"%h": "[^/]*", "%p": str(pid), "%%": "%"}.get(part, re.escape(part))
+    """Log of NCCL_DEBUG_FILE, as the launcher names it (`nccl.%h.%p.log`), of a process of this machine; None if unset
+    or missing."""
+    named = Path(environment.get("NCCL_DEBUG_FILE", ""))
+    folder = Path(named.parent.as_posix().replace("%%", "%"))
+    return next(folder.glob(named.name.replace("%h", "*").replace("%p", str(pid))), None) if named.name else None
 
 
 def _read(facts: NcclFacts, line: str) -> None:

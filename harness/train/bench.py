@@ -11,7 +11,7 @@ import hashlib
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -31,7 +31,6 @@ class Bench:
         self.warmup_steps = session.config.measure.warmup_steps
         self.load_at_start = os.getloadavg()[0]
         self.began = _clocks()
-        self.settled: StepBytes | None = None
         self.tensor_bytes: dict[str, Any] | None = None
 
     @contextmanager
@@ -49,21 +48,26 @@ class Bench:
         if step != self.warmup_steps:
             return None
         storage = self.session.meters.storage
-        if storage is not None:
-            steps = storage.finish()
-            if steps is not None:
-                self.settled = steps[-1]
-                self._gather(steps[-1], steps[-2])
-            del steps
+        steps = None if storage is None else storage.finish()
+        settled = None
+        if steps is not None:
+            settled, growth = steps[-1], steps[-1].persistent - steps[-2].persistent
+            self._gather(step, {"persistent": settled.persistent, "peak": settled.peak, "growth": growth})
+        del steps
         gc.collect()  # what following left behind is not to be found in a timed step
         self.session.meters.memory.begin()
         self.began = _clocks()
-        return self.settled
+        return settled
 
     def facts(self) -> dict[str, Any]:
         """Facts for the summary, on rank 0. Collective over all ranks."""
         own = Clocks(*(now - before for now, before in zip(_clocks(), self.began, strict=True)))
-        self._gather_timed()
+        timed = self.session.meters.memory.timed()
+        if timed is not None:
+            found = timed._asdict()
+            if self.session.config.cluster.ranks_per_device > 1:
+                del found["outside"]  # nobody can tell whose it is
+            self._gather(self.session.config.train.steps, found)
         digest = hashlib.blake2b(socket.gethostname().encode(), digest_size=8).digest()
         rows = self.control.gather([int.from_bytes(digest, "little", signed=True), round(own.process_s * 1e6)])
         here = sum(microseconds for host, microseconds in rows if host == rows[0][0]) / 1e6
@@ -78,25 +82,10 @@ class Bench:
             },
         }
 
-    def _gather_timed(self) -> None:
-        """Device memory of every rank over the timed steps, on CUDA. Collective over all ranks."""
-        timed = self.session.meters.memory.timed()
-        if timed is None:
-            return
-        columns = zip(*self.control.gather(list(timed)), strict=True)
-        self.tensor_bytes = {"step": self.session.config.train.steps}
-        self.tensor_bytes |= {name: list(column) for name, column in zip(timed._fields, columns, strict=True)}
-        if self.session.config.cluster.ranks_per_device > 1:
-            del self.tensor_bytes["outside"]  # nobody can tell whose it is
-
-    def _gather(self, last: StepBytes, before: StepBytes) -> None:
-        rows = self.control.gather([*last, last.persistent - before.persistent])
-        self.tensor_bytes = {
-            "step": self.warmup_steps,
-            "persistent": [row[0] for row in rows],
-            "peak": [row[1] for row in rows],
-            "growth": [row[3] for row in rows],
-        }
+    def _gather(self, step: int, found: Mapping[str, int]) -> None:
+        """Keep numbers of every rank. Collective over all ranks."""
+        columns = zip(*self.control.gather([*found.values()]), strict=True)
+        self.tensor_bytes = {"step": step, **{name: [*each] for name, each in zip(found, columns, strict=True)}}
 
 
 OTHERS = ("user", "nice", "system", "irq", "softirq", "steal")
