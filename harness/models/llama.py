@@ -43,6 +43,20 @@ def rotate(x_BSHE: Tensor, cos_SE: Tensor, sin_SE: Tensor) -> Tensor:
     return turned.to(x_BSHE.dtype)
 
 
+def wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def length_of(tokens_BS: Tensor, config: ModelConfig) -> int:
+    """Tokens of a sequence. Raises `ValueError`: they are more than the model's tables of positions have."""
+    if tokens_BS.shape[1] > config.max_seq_len:
+        raise ValueError(
+            f"{tokens_BS.shape[1]} tokens a sequence, but model.max_seq_len={config.max_seq_len}: raise it or lower"
+            " data.seq_len"
+        )
+    return tokens_BS.shape[1]
+
+
 class RMSNorm(nn.Module):
     """x / rms(x) * weight; the mean of squares is taken in fp32, or fp64 for an fp64 model."""
 
@@ -52,16 +66,18 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(dim, device=device, dtype=dtype))
 
     def forward(self, x_BSD: Tensor) -> Tensor:
-        wide_BSD = x_BSD.to(torch.promote_types(x_BSD.dtype, torch.float32))
+        wide_BSD = x_BSD.to(wide(x_BSD.dtype))
         scale_BS1 = torch.rsqrt(wide_BSD.square().mean(dim=-1, keepdim=True) + self.eps)
         return (wide_BSD * scale_BS1).to(x_BSD.dtype) * self.weight
 
 
 class Linear(nn.Linear):
-    """A projection without bias, its weight [num_out, num_in] left uninitialised."""
+    """A projection, its weight [num_out, num_in] left uninitialised."""
 
-    def __init__(self, num_in: int, num_out: int, device: torch.device | str, dtype: torch.dtype) -> None:
-        super().__init__(num_in, num_out, bias=False, device=device, dtype=dtype)
+    def __init__(
+        self, num_in: int, num_out: int, device: torch.device | str, dtype: torch.dtype, *, bias: bool = False
+    ) -> None:
+        super().__init__(num_in, num_out, bias=bias, device=device, dtype=dtype)
 
     def reset_parameters(self) -> None:
         """Nothing: weights are filled by name from outside."""
@@ -186,21 +202,13 @@ class Llama(nn.Module):
         self.blocks = nn.ModuleList(self.block_class(config, device, dtype) for _ in range(config.num_layers))
         self.head = Head(config, device, dtype)
         self.tied_output = TiedOutput() if config.tie_embeddings else None
-        table_dtype = torch.promote_types(dtype, torch.float32)
-        cos_SE, sin_SE = rotary_tables(config, table_dtype, device)
+        cos_SE, sin_SE = rotary_tables(config, wide(dtype), device)
         self.register_buffer("cos_SE", cos_SE, persistent=False)
         self.register_buffer("sin_SE", sin_SE, persistent=False)
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
-        """Logits [B, S, V] in the compute dtype of tokens [B, S] (int64).
-
-        Raises `ValueError`: the sequence is longer than the rotary tables.
-        """
-        seq_len, longest = tokens_BS.shape[1], self.config.max_seq_len
-        if seq_len > longest:
-            raise ValueError(
-                f"{seq_len} tokens a sequence, but model.max_seq_len={longest}: raise it or lower data.seq_len"
-            )
+        """Logits [B, S, V] in the compute dtype of tokens [B, S] (int64). Raises `ValueError` as `length_of`."""
+        seq_len = length_of(tokens_BS, self.config)
         cos_SE, sin_SE = self.cos_SE[:seq_len], self.sin_SE[:seq_len]
         x_BSD = self.embedding(tokens_BS)
         for block in self.blocks:

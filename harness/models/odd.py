@@ -32,18 +32,13 @@ from torch.utils.checkpoint import checkpoint
 
 from harness.config.derived import ODD_KERNEL, ODD_RANK, ODD_SIDE_MODULUS, ODD_TAPS
 from harness.config.schema import ModelConfig
-from harness.models.llama import RMSNorm
+from harness.models.llama import Embedding, Linear, RMSNorm, length_of, wide
 from harness.models.workload import TokenWorkload
 
 CELLS = (1, 3, 5)
 """Leading sizes of the positional cells, indexed by position modulo 3 and modulo 5."""
 
 Device = torch.device | str
-
-
-class Linear(nn.Linear):
-    def reset_parameters(self) -> None:
-        """Nothing: weights are filled by name from outside."""
 
 
 class CausalConv(nn.Conv1d):
@@ -66,8 +61,8 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: ModelConfig, device: Device, dtype: torch.dtype) -> None:
         super().__init__()
-        self.w_up = Linear(config.dim, config.ffn_dim, device=device, dtype=dtype)
-        self.w_down = Linear(config.ffn_dim, config.dim, bias=False, device=device, dtype=dtype)
+        self.w_up = Linear(config.dim, config.ffn_dim, device, dtype, bias=True)
+        self.w_down = Linear(config.ffn_dim, config.dim, device, dtype)
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         out_BSD: Tensor = self.w_down(F.gelu(self.w_up(x_BSD), approximate="tanh"))
@@ -91,7 +86,7 @@ class Block(nn.Module):
         self.taps = nn.Parameter(torch.empty(ODD_TAPS, **empty))
         self.ffn = FeedForward(config, device, dtype)
         self.gain = nn.Parameter(torch.empty(1, **empty))
-        self.side = Linear(config.dim, config.dim, **empty)
+        self.side = Linear(config.dim, config.dim, device, dtype, bias=True)
         self.register_buffer("shift_D", shift(config, wide(dtype), device))
 
     def forward(self, x_BSD: Tensor, takes_side_B: Tensor) -> Tensor:
@@ -120,7 +115,7 @@ class Frozen(nn.Module):
 
     def __init__(self, config: ModelConfig, device: Device, dtype: torch.dtype) -> None:
         super().__init__()
-        self.linear = Linear(config.dim, config.dim, device=device, dtype=dtype).requires_grad_(False)
+        self.linear = Linear(config.dim, config.dim, device, dtype, bias=True).requires_grad_(False)
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         return x_BSD + torch.tanh(self.linear(x_BSD))
@@ -139,16 +134,13 @@ class Odd(nn.Module):
         self.blocks = nn.ModuleList(Block(config, device, dtype) for _ in range(config.num_layers))
         self.frozen = Frozen(config, device, dtype)
         self.norm = RMSNorm(config.dim, config.norm_eps, device, dtype)
-        self.output = Linear(config.dim, config.vocab_size, **empty)
+        self.output = Linear(config.dim, config.vocab_size, device, dtype, bias=True)
         self.output.weight = self.embedding.weight
         self.temperature = nn.Parameter(torch.empty(1, **empty))
         self.register_buffer("positions_SD", positions(config, wide(dtype), device), persistent=False)
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
-        """Logits [B, S, V] in the compute dtype of tokens [B, S] (int64).
-
-        Raises `ValueError`: the sequence is longer than the table of positions.
-        """
+        """Logits [B, S, V] in the compute dtype of tokens [B, S] (int64). Raises `ValueError` as `length_of`."""
         takes_side_B = tokens_BS[:, 0] % ODD_SIDE_MODULUS == 0
         x_BSD = self._embed(tokens_BS)
         first, *rest = self.blocks
@@ -159,25 +151,12 @@ class Odd(nn.Module):
         return logits_BSV
 
     def _embed(self, tokens_BS: Tensor) -> Tensor:
-        seq_len, longest = tokens_BS.shape[1], self.config.max_seq_len
-        if seq_len > longest:
-            raise ValueError(
-                f"{seq_len} tokens a sequence, but model.max_seq_len={longest}: raise it or lower data.seq_len"
-            )
+        seq_len = length_of(tokens_BS, self.config)
         place_S = torch.arange(seq_len, device=tokens_BS.device)
         cells_SD = self.cells[0, place_S % CELLS[1], place_S % CELLS[2]]
         positions_SD = self.positions_SD[:seq_len].to(cells_SD.dtype)
         x_BSD: Tensor = self.taps[0] * self.embedding(tokens_BS) + self.taps[1] * cells_SD + self.taps[2] * positions_SD
         return x_BSD
-
-
-class Embedding(nn.Embedding):
-    def reset_parameters(self) -> None:
-        """Nothing: weights are filled by name from outside."""
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
 
 
 def shift(config: ModelConfig, dtype: torch.dtype, device: Device) -> Tensor:
