@@ -82,7 +82,7 @@ def _sharp(config: Config, backend: str, log: NcclFacts | None) -> dict[str, Any
     if log is None:
         return _entry(requested, "unknown", _no_log(config))
     found = _found(log)
-    missing = [_why_missing(kind, log) for kind in wanted if kind not in found]
+    missing = [WHY_MISSING[kind] for kind in wanted if kind not in found]
     entry = _entry(requested, "+".join(found) or "none", "; ".join(missing))
     return entry | ({"ran": sorted(log.ran)} if log.tells_choices else {})
 
@@ -97,16 +97,10 @@ def _found(log: NcclFacts) -> list[str]:
     return [kind for kind, there in kinds.items() if there]
 
 
-def _why_missing(kind: str, log: NcclFacts) -> str:
-    if kind == "nvlink":
-        if log.nvls_available is False:
-            return "nvlink: the devices have no multicast"
-        return "nvlink: no channels; one device a machine, or no NVLink switch"
-    if log.collnet_refused:
-        return f"infiniband: {log.collnet_refused}"
-    if log.collnet_plugin is None:
-        return "infiniband: no network plugin with collectives was loaded"
-    return f"infiniband: plugin {log.collnet_plugin} was loaded, and no communicator connected"
+WHY_MISSING = {
+    "nvlink": "nvlink: no channels; one device a machine, or no NVLink switch",
+    "infiniband": "infiniband: no communicator connected CollNet; NCCL's log says why",
+}
 
 
 LIBRARY = "libnccl.so.2"
