@@ -86,20 +86,6 @@ def wants_infiniband_sharp(cfg: Config) -> bool:
     return cfg.sharp.group.is_asked and cfg.sharp.infiniband
 
 
-LARGEST_LOSS_SCALE = 2.0**40
-
-
-def loss_scale(cfg: Config) -> float | None:
-    """A fixed loss scale, 0 for a dynamic one, None for none. Raises `ValueError`: another word."""
-    text = cfg.dtype.loss_scale
-    if text in ("none", "dynamic"):
-        return None if text == "none" else 0.0
-    value = float(text)
-    if not (1.0 <= value <= LARGEST_LOSS_SCALE and math.frexp(value)[0] == 0.5):
-        raise ValueError(f"dtype.loss_scale={text} is no power of two from 1 to 2^40")
-    return value
-
-
 def parameter_count(cfg: Config) -> int:
     return model_parameters(cfg.model)
 

@@ -157,6 +157,7 @@ class EngineConfig(EngineOptions):
 
 
 NcclLog = StrEnum("NcclLog", "none setup choices")
+LossScale = StrEnum("LossScale", "none dynamic")
 
 
 @dataclass

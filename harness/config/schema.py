@@ -21,6 +21,7 @@ from harness.config.groups import (
     EngineName as EngineName,
     Flag,
     Group,
+    LossScale as LossScale,
     ModelConfig as ModelConfig,
     ModelFamily as ModelFamily,
     NcclLog as NcclLog,
@@ -180,8 +181,8 @@ class DtypeConfig(Group):
     allow_low_precision_grads: Flag = False
     """Permits main gradients below fp32, sums in fewer bits than fp32 or than grad_comm, and fp16 without a loss
     scale."""
-    loss_scale: str = "none"
-    """Factor on the loss, so that fp16 gradients do not underflow: none, dynamic, or a fixed power of two (native)."""
+    loss_scale: LossScale = LossScale.none
+    """Factor on the loss, so that fp16 gradients do not underflow: none, or dynamic (native)."""
     loss_scale_growth_steps: Annotated[int, Range(1, COUNT, "steps"), DYNAMIC] = 2000
     """Steps without overflow after which a dynamic loss scale doubles; it starts at 65536."""
     fp8: Fp8 | None = None

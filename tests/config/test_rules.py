@@ -74,15 +74,12 @@ data=synthetic mesh.tp=3 model.vocab_size=4 | model.vocab_size | model.vocab_siz
 dtype=fp8_current sharp=dp | dtype.fp8 | sharp=none | dtype=fp8_current
 dtype=fp64 dtype.fp8=current | dtype.compute | dtype.compute=bf16 | dtype=fp32 dtype.fp8=current
 dtype=fp8_current dtype.fp8_history=4 | dtype.fp8_history | dtype=fp8_delayed | dtype=fp8_delayed
-engine=fsdp2 dtype=fp16 | dtype.loss_scale | engine=native | dtype=fp16 dtype.loss_scale=1024
+engine=fsdp2 dtype=fp16 | dtype.loss_scale | engine=native | dtype=fp16
 dtype=fp16 engine.report_nan_in_param_grad=true | engine.report_nan_in_param_grad |
-    dtype.loss_scale=none | dtype=fp16 dtype.loss_scale=1024 engine.report_nan_in_param_grad=true
-dtype=fp16 dtype.loss_scale=1000 | dtype.loss_scale | 65536 | dtype=fp16 dtype.loss_scale=1
-dtype=fp16 dtype.loss_scale=on | dtype.loss_scale | dtype.loss_scale=dynamic | dtype=fp16
-dtype=fp16 dtype.loss_scale=inf | dtype.loss_scale | power of two |
+    dtype.loss_scale=none | dtype=bf16 engine.report_nan_in_param_grad=true
 dtype=bf16_pure dtype.loss_scale=dynamic | dtype.main_grads |
     dtype.main_grads=fp32 | dtype=bf16 dtype.loss_scale=dynamic
-dtype=fp16 dtype.loss_scale=8 dtype.loss_scale_growth_steps=9 | dtype.loss_scale_growth_steps |
+dtype=bf16 dtype.loss_scale_growth_steps=9 | dtype.loss_scale_growth_steps |
     dtype.loss_scale=dynamic | dtype=fp16 dtype.loss_scale_growth_steps=9
 optimizer=sgd numerics=ordered dtype=bf16_pure | optimizer.name |
     optimizer=adamw | optimizer=adamw numerics=ordered dtype=bf16_pure

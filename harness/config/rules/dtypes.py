@@ -4,23 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from harness.config.derived import FAMILIES, LARGEST_LOSS_SCALE, loss_scale, projections, tp_shard
+from harness.config.derived import FAMILIES, projections, tp_shard
 from harness.config.errors import Violation
 from harness.config.rules.request import Request, rule
 from harness.config.schema import DTYPE_ROLES, Dtype
-
-
-@rule()
-def loss_scale_is_one(request: Request) -> Iterator[Violation]:
-    try:
-        loss_scale(request.config)
-    except ValueError:
-        yield request.wrong(
-            "dtype.loss_scale",
-            "is not a loss scale: only powers of two scale gradients without rounding them",
-            f"none, dynamic, or a power of two from 1 to {LARGEST_LOSS_SCALE:.0f}",
-            "dtype.loss_scale=dynamic, or dtype.loss_scale=65536",
-        )
 
 
 @rule()
@@ -32,7 +19,7 @@ def half_gradients_do_not_vanish(request: Request) -> Iterator[Violation]:
     yield request.wrong(
         "dtype.compute dtype.loss_scale",
         "computes gradients in fp16, where those below 6e-8 become zero, and nothing scales them up",
-        "dynamic, or a power of two; or another dtype.compute (bf16 needs no scale)",
+        "dynamic; or another dtype.compute (bf16 needs no scale)",
         "dtype=fp16, or dtype.loss_scale=dynamic (engine=native), or dtype.allow_low_precision_grads=true to accept it",
     )
 
@@ -49,7 +36,7 @@ def scaled_gradients_are_stored_wide(request: Request) -> Iterator[Violation]:
 
 @rule()
 def overflows_are_skipped_or_reported(request: Request) -> Iterator[Violation]:
-    """A dynamic scale skips overflowing updates; the check for NaN ends the run at the first."""
+    """A loss scale skips overflowing updates; the check for NaN ends the run at the first."""
     config = request.config
     if config.dtype.loss_scale == "dynamic" and config.engine.report_nan_in_param_grad:
         yield request.wrong(

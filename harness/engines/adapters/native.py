@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from harness.config.derived import engine_options, global_microbatches, loss_scale, wants_infiniband_sharp
+from harness.config.derived import engine_options, global_microbatches, wants_infiniband_sharp
 from harness.config.schema import DTYPE_ROLES, Config, DtypeConfig, SharpAxis
 from harness.engines import optim
 from harness.engines.base.planned import evaluating
@@ -60,10 +60,9 @@ class NativeEngine(Engine):
         # what no microbatch used is updated like all else under every engine here: peers cannot tell the difference
         self.optimizer = fully_shard_optimizer(self.model, optimizer, steps_unused=True)
         create_state(self.optimizer)
-        scale = loss_scale(config)
         self.loss_scale: LossScale | None = None
-        if scale is not None:
-            self.loss_scale = LossScale(self.model, self.optimizer, scale, dtype.loss_scale_growth_steps)
+        if dtype.loss_scale != "none":
+            self.loss_scale = LossScale(self.model, self.optimizer, dtype.loss_scale_growth_steps)
         self._scaled: Scaled | None = None
 
     def forward_backward(self, batch: Microbatch, *, last: bool) -> Tensor:
@@ -221,16 +220,15 @@ SCALE_KEY, GOOD_STEPS_KEY = "scale", "good_steps"
 class LossScale:
     """A loss scale for one model and its optimizer.
 
-    Args: model: as `fully_shard` returns it. fixed: a power of two; 0: dynamic, halved at an overflow (whose update all
-    ranks skip), doubled after `growth_interval` steps without one.
+    It is halved at an overflow, whose update all ranks skip, and doubled after `growth_interval` steps without one.
+    Args: model: as `fully_shard` returns it.
     """
 
-    def __init__(self, model: Any, optimizer: torch.optim.Optimizer, fixed: float, growth_interval: int) -> None:
+    def __init__(self, model: Any, optimizer: torch.optim.Optimizer, growth_interval: int) -> None:
         self.model = model
         self.optimizer = optimizer
-        self.fixed = fixed
         device = optimizer.param_groups[0]["params"][0].device.type
-        self.scaler = torch.amp.GradScaler(device, init_scale=fixed or GROWING_FROM, growth_interval=growth_interval)
+        self.scaler = torch.amp.GradScaler(device, init_scale=GROWING_FROM, growth_interval=growth_interval)
         self._is_unscaled = False
 
     @property
@@ -246,10 +244,7 @@ class LossScale:
         if self._is_unscaled:
             return
         self._is_unscaled = True
-        if self.fixed:
-            self.model.scale_gradients(1.0 / self.fixed)
-        else:
-            self.scaler.unscale_(self.optimizer)
+        self.scaler.unscale_(self.optimizer)
 
     def step(self, max_norm: float | None) -> tuple[float, Scaled]:
         """Clip and update, unless gradients overflowed; then adapt the factor. Collective over all ranks.
@@ -262,9 +257,6 @@ class LossScale:
         self._is_unscaled = False
         scale = self.value
         norm = float(self.model.grad_norm() if max_norm is None else self.model.clip_grad_norm_(max_norm))
-        if self.fixed:
-            self.optimizer.step()
-            return norm, Scaled(scale, False)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         skipped = self.value < scale
