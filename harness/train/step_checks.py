@@ -47,7 +47,14 @@ from harness.probe.step_checks.local import ForwardWatch, LocalWatch
 from harness.probe.step_checks.pieces import NOTHING, Piece, own_places, portions, shares, sketches
 from harness.probe.step_checks.sample import Made, Sample, Values, unit_of
 from harness.probe.step_checks.sketch import SKETCHES, Signs, Sketch
-from harness.probe.step_checks.table import LargestTable, Looked, SummedTable, Table, closing_numbers, step_numbers
+from harness.probe.step_checks.table import (
+    Table,
+    closing_numbers,
+    differ_from,
+    largest_table,
+    step_numbers,
+    summed_table,
+)
 from harness.store import check_stream as stream
 from harness.store.check_stream import CheckedTensor, StreamWriter
 from harness.store.metrics import read_columns
@@ -78,21 +85,36 @@ def integer_floor(config: Config, shapes: Sequence[tuple[int, ...]]) -> Table | 
     return np.array([lost_in_integers(bits, terms, math.prod(shape)) / FINEST for shape in shapes])
 
 
+def _followed(
+    config: Config, control: Control, found: Mapping[str, Piece], weights: Sequence[Piece]
+) -> tuple[Sample, WholeMatrices | None]:
+    """Sample of weights and moments, and Muon's matrices, if any. Collective over all ranks."""
+    rule, workload = Rule.of_config(config.optimizer), workload_for(config)
+    params = dict(workload.build("meta", torch.float32).named_parameters())
+    trained = {name for name, param in params.items() if param.requires_grad}
+    asked = trained if rule.name == "muon" else ()
+    by_muon = {name for name in asked if workload.orthogonalizes(name, params[name].shape)}
+    moments, decays = dict[str, list[Piece]](), dict[str, float]()
+    for piece in weights:
+        entries = rule.of_tensor(orthogonalized=piece.name in by_muon).entries
+        keys = (f"optimizer/{piece.name}/{entry}" for entry in entries)
+        moments[piece.name] = [found[key] for key in keys if key in found]
+        decays[piece.name] = rule.decay if workload.decays(piece.name, torch.Size(piece.shape)) else 0.0
+    whole = {place: piece for place, piece in enumerate(weights) if piece.name in by_muon}
+    matrices = WholeMatrices(rule, whole, moments, decays, control) if whole else None
+    return Sample(rule, weights, moments, trained, decays, by_muon), matrices
+
+
 class StepChecks(Callback):
     """Observer of every step of one run. `open` it after the first weights exist. Collective over all ranks."""
 
-    def __init__(
-        self,
-        session: Session,
-        control: Control,
-        pieces: list[Piece],
-        sample: Sample,
-        done: int,
-        matrices: WholeMatrices | None = None,
-    ) -> None:
+    def __init__(self, session: Session, control: Control, found: Mapping[str, Piece], done: int) -> None:
+        """Args: found: this rank's pieces of the engine's state, by key. done: steps before this attempt."""
         config = session.config
         super().__init__(config)
-        self.session, self.control, self.pieces, self.sample, self.matrices = session, control, pieces, sample, matrices
+        self.session, self.control = session, control
+        self.pieces = pieces = [piece for key, piece in found.items() if key.startswith(WEIGHTS)]
+        self.sample, self.matrices = _followed(config, control, found, pieces)
         self.names = [piece.name for piece in pieces]
         self.signs = Signs()
         rows = control.gather(own_places(pieces))
@@ -138,36 +160,13 @@ class StepChecks(Callback):
         if not config.measure.step_checks or config.measure.mode is MeasureMode.bench:
             return None
         found = pieces_of(session.engine)
-        if found is None:
-            return None
-        weights = [piece for key, piece in found.items() if key.startswith(WEIGHTS)]
-        rule = Rule.of_config(config.optimizer)
-        workload = workload_for(config)
-        params = dict(workload.build("meta", torch.float32).named_parameters())
-        trained = {name for name, param in params.items() if param.requires_grad}
-        asked = trained if rule.name == "muon" else ()
-        by_muon = {name for name in asked if workload.orthogonalizes(name, params[name].shape)}
-        moments = {
-            piece.name: [
-                found[key]
-                for entry in rule.of_tensor(orthogonalized=piece.name in by_muon).entries
-                if (key := f"optimizer/{piece.name}/{entry}") in found
-            ]
-            for piece in weights
-        }
-        decays = {
-            piece.name: rule.decay if workload.decays(piece.name, torch.Size(piece.shape)) else 0.0 for piece in weights
-        }
-        whole = {place: piece for place, piece in enumerate(weights) if piece.name in by_muon}
-        matrices = WholeMatrices(rule, whole, moments, decays, control) if whole else None
-        return cls(session, control, weights, Sample(rule, weights, moments, trained, decays, by_muon), done, matrices)
+        return None if found is None else cls(session, control, found, done)
 
     def _agreed(self, every: int) -> int:
         return self.control.gather([every])[0][0]
 
     def _begin(self) -> None:
-        self.summed = SummedTable(len(self.pieces))
-        self.largest = LargestTable(len(self.pieces))
+        self.summed, self.largest = summed_table(len(self.pieces)), largest_table(len(self.pieces))
         self.begun: dict[int, Sketch] = {}
         self.in_forward: dict[int, Tensor] = {}
         """Weights, by place, whose sketch in `begun` is taken by the step's first forward."""
@@ -292,10 +291,7 @@ class StepChecks(Callback):
         self.summed["moments_after"][:] = self.sample.of_moments(values, len(self.pieces))
         self.summed.put_shares("after", found, self.counted)
         self.summed.put_shares("dissent", found, self.among)
-        alone = self.again is not None, self.drift is not None
-        looked = Looked(self.watching is not None, self.gradient_sample is not None, False, *alone)
         if self.gradient_sample is not None and self.sample.rule.name in KNOWN:
-            looked = looked._replace(rule=True)
             self._hold_to_rule(step, lr, grad_norm, values, was_skipped=was_skipped)
         if self.watching is not None:
             self._tell_local(self.watching)
@@ -306,8 +302,11 @@ class StepChecks(Callback):
         def write() -> None:
             end()
             if self.writer is not None:
-                self._follow(step, summed, largest)
-                self.writer.write(step, *step_numbers(summed, largest, looked, divisor, grad_norm, self.least))
+                if self.whole is None and step > 1:
+                    largest["kept"][:] = torch.nan
+                differ_from(largest, summed, self.whole, self.moments)
+                self.whole, self.moments = summed.read("after").copy(), None
+                self.writer.write(step, *step_numbers(summed, largest, divisor, grad_norm, self.least))
 
         self._write = write
 
@@ -318,16 +317,6 @@ class StepChecks(Callback):
         elif self.writer is not None:
             self.writer.leave_out(step)
         self.cadence.end(step)
-
-    def _follow(self, step: int, summed: SummedTable, largest: LargestTable) -> None:
-        if self.whole is not None:
-            largest.differ_from(summed, self.whole)
-        elif step > 1:
-            largest["kept"][:] = torch.nan
-        if self.moments is not None:
-            largest.moments_differ_from(summed, self.moments)
-            self.moments = None
-        self.whole = summed.read("after").copy()
 
     def _hold_to_rule(self, step: int, lr: float, norm: float, values: Values, *, was_skipped: bool) -> None:
         assert self.gradient_sample is not None

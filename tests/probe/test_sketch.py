@@ -18,7 +18,7 @@ from harness.probe.step_checks import pieces as pieces_module, sketch as module
 from harness.probe.step_checks.local import LocalWatch
 from harness.probe.step_checks.pieces import Block, Piece, own_places, portions, shares
 from harness.probe.step_checks.sketch import SKETCHES, Place, Signs, Sketch
-from harness.probe.step_checks.table import LargestTable, Looked, SummedTable, step_numbers
+from harness.probe.step_checks.table import largest_table, step_numbers, summed_table
 from harness.store.check_stream import step_columns
 from harness.train.step_checks import integer_floor
 from tests.support.factory import small_config
@@ -243,7 +243,7 @@ M = SKETCHES
 def sum_of(microbatches: int, alike: float, factor: float, least: float = 0.0) -> float:
     """The column `sum` where so many local gradients of norm 1 were added, whose sum is so much of what equal ones
     would have, and the engine's is times a factor off it."""
-    summed, largest = SummedTable(1), LargestTable(1)
+    summed, largest = summed_table(1), largest_table(1)
     total = alike * microbatches
     values = torch.full((1, M), total, dtype=torch.float64)
     summed["local"][:] = values
@@ -251,7 +251,7 @@ def sum_of(microbatches: int, alike: float, factor: float, least: float = 0.0) -
     summed["saw"][:] = 1.0
     mean = values * factor / microbatches
     summed.put("reduced", Sketch(mean, mean[:, 0] ** 2))
-    row, _ = step_numbers(summed, largest, Looked(True, True, False, False, False), microbatches, alike, least)
+    row, _ = step_numbers(summed, largest, microbatches, alike, least)
     return row[step_columns(M).index("sum")]
 
 

@@ -259,7 +259,7 @@ MUTANTS: dict[str, tuple[Claim, Slip]] = (
     it is its own witness: Nothing differs
         train.step_checks.StepChecks._tell_local: self.drift, self.first, => self.first, self.first,
     nobody looks: What was found is not written down
-        train.step_checks.step_numbers: if seen.drift and => if False and
+        train.step_checks.step_numbers: nothing if blind_twice => nothing if True
     """,
     )
     | slips(

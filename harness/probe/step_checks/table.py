@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, pairwise
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -55,70 +54,56 @@ class StepTable:
         if f"{name}_squares" in self._places:
             self[f"{name}_squares"][at] = found.squares
 
+    def put_shares(self, name: str, found: Sketch, shares: Tensor) -> None:
+        """Store sketches of this rank's pieces, each times its share [tensors]."""
+        self.put(name, Sketch(shares[:, None] * found.values, shares * found.squares))
+
 
 def columns_of(widths: Mapping[str, int]) -> dict[str, slice]:
     ends = list(accumulate(widths.values(), initial=0))
     return {name: slice(begin, end) for name, (begin, end) in zip(widths, pairwise(ends), strict=True)}
 
 
-class SummedTable(StepTable):
-    """Sums: sketches [tensors, sketches], moments [tensors, 2], and single columns."""
-
-    def __init__(self, tensors: int) -> None:
-        single = ("terms", *(f"{kind}_squares" for kind in WITH_SQUARES), "saw", "hidden", "followed", *BLIND)
-        moments = dict.fromkeys(("moments_before", "moments_after"), len(MOMENTS))
-        super().__init__(tensors, {**dict.fromkeys(SUMMED, SKETCHES), **moments, **dict.fromkeys(single, 1)})
-
-    def put_shares(self, name: str, found: Sketch, shares: Tensor) -> None:
-        """Store sketches of this rank's pieces, each times its share [tensors]."""
-        self.put(name, Sketch(shares[:, None] * found.values, shares * found.squares))
+def summed_table(tensors: int) -> StepTable:
+    """Sums: sketches [tensors, sketches], moments [tensors, 2], and single columns; NaN: not seen."""
+    single = ("terms", *(f"{kind}_squares" for kind in WITH_SQUARES), "saw", "hidden", "followed", *BLIND)
+    moments = dict.fromkeys(("moments_before", "moments_after"), len(MOMENTS))
+    made = StepTable(tensors, {**dict.fromkeys(SUMMED, SKETCHES), **moments, **dict.fromkeys(single, 1)})
+    made["reduced"][:], made["reduced_squares"][:] = torch.nan, torch.nan
+    return made
 
 
-class LargestTable(StepTable):
+def largest_table(tensors: int) -> StepTable:
     """Maxima: of forwards' weights the largest sketch and the negative of the least, [tensors, 2 sketches]; and single
-    columns, of which `clipping` is equal for all tensors."""
-
-    def __init__(self, tensors: int) -> None:
-        super().__init__(tensors, {"used": 2 * SKETCHES, **dict.fromkeys(MAXIMA, 1)})
-        self["used"][:] = -torch.inf
-
-    def differ_from(self, summed: SummedTable, left: Table) -> None:
-        """Raise `kept` to the distance of weights before the step from the sketches [tensors, sketches] after the last
-        one."""
-        self._keep(relative(np.abs(summed.read("before") - left).max(1), np.sqrt(summed.read("before_squares"))))
-
-    def moments_differ_from(self, summed: SummedTable, left: Table) -> None:
-        """Raise `kept` to the distance of moments before the step from those after the last one, [tensors, 2]
-        (`MOMENTS`)."""
-        self._keep(relative(np.abs(summed.read("moments_before") - left), np.abs(left)).max(1))
-
-    def _keep(self, off: Table) -> None:
-        self["kept"][:] = torch.maximum(self["kept"], torch.from_numpy(np.where(off > ORDER, off, 0.0)))
+    columns, of which `clipping` is equal for all tensors. NaN: not seen."""
+    made = StepTable(tensors, {"used": 2 * SKETCHES, **dict.fromkeys(MAXIMA, 1)})
+    made["used"][:], made["again"][:], made["drift"][:] = -torch.inf, torch.nan, torch.nan
+    return made
 
 
-class Looked(NamedTuple):
-    gradients: bool
-    reduced: bool
-    rule: bool
-    """Rule of the optimizer: needs reduced gradients and all moments, and no loss scale."""
-    again: bool
-    drift: bool
+def differ_from(largest: StepTable, summed: StepTable, weights: Table | None, moments: Table | None) -> None:
+    """Raise `kept` to the distance of weights and moments before the step from those after the last one, where they
+    are known: sketches [tensors, sketches], and [tensors, 2] (`MOMENTS`)."""
+    if weights is not None:
+        off = np.abs(summed.read("before") - weights).max(1)
+        _keep(largest, relative(off, np.sqrt(summed.read("before_squares"))))
+    if moments is not None:
+        _keep(largest, relative(np.abs(summed.read("moments_before") - moments), np.abs(moments)).max(1))
+
+
+def _keep(largest: StepTable, off: Table) -> None:
+    largest["kept"][:] = torch.maximum(largest["kept"], torch.from_numpy(np.where(off > ORDER, off, 0.0)))
 
 
 def step_numbers(
-    summed: SummedTable,
-    largest: LargestTable,
-    seen: Looked,
-    divisor: float,
-    norm: float,
-    least: Table | float = 0.0,
+    summed: StepTable, largest: StepTable, divisor: float, norm: float, least: Table | float = 0.0
 ) -> tuple[list[float], Table]:
     """Row of the stream for a step, and for its tensors (`harness.store.check_stream`).
 
     Args: summed, largest: over all ranks. divisor: of the sum of local gradients. norm: logged gradient norm. least:
     norm [tensors] that a sum is at least compared with, where rounding does not shrink with it.
     """
-    saw = seen.gradients and bool(summed.read("saw").any())
+    saw = bool(summed.read("saw").any())
     local, terms = summed.read("local") / divisor, summed.read("terms") / divisor**2
     reduced, squares = summed.read("reduced"), summed.read("reduced_squares")
     before, after = np.sqrt(summed.read("before_squares")), np.sqrt(summed.read("after_squares"))
@@ -128,23 +113,21 @@ def step_numbers(
     )  # M equal terms have a sum that is sqrt(M) times as long as all of them
     with np.errstate(invalid="ignore"):  # of gradients that overflowed
         off = np.abs(reduced - local).max(1)
-    sums = relative(off, added) if saw and seen.reduced else nothing
+    sums = relative(off, added) if saw else nothing
     used = largest.read("used")
     apart = np.abs(used * np.repeat([1.0, -1.0], SKETCHES) - np.tile(summed.read("cast"), 2)).max(1)
     gathered = np.where(np.isinf(used).any(1), 0.0, relative(apart, before)) if saw else nothing
     gathered = np.where(summed.read("hidden") > 0, np.nan, gathered)
     dissent = relative(np.abs(summed.read("dissent")).max(1), after)
-    rule = np.where(summed.read("followed") > 0, largest.read("rule"), np.nan) if seen.rule else nothing
+    rule = np.where(summed.read("followed") > 0, largest.read("rule"), np.nan)
     blind, blind_twice = (bool(summed.read(name).any()) for name in BLIND)
-    again = largest.read("again") if seen.again and saw and not blind else nothing
-    drift = largest.read("drift") if seen.drift and not blind_twice else nothing
+    again = largest.read("again") if saw and not blind else nothing
+    drift = nothing if blind_twice else largest.read("drift")
     checks = {"sum": sums, "gather": gathered, "kept": largest.read("kept"), "replicas": dissent, "rule": rule}
     whole = math.sqrt(float(squares.sum()))
     clipping = max(largest["clipping"].tolist(), default=0.0)
-    off_norm = max(abs(norm - whole) / whole, clipping) if seen.reduced and whole > 0 else math.nan
+    off_norm = max(abs(norm - whole) / whole, clipping) if whole > 0 else math.nan
     local = local if saw else np.full_like(local, np.nan)
-    if not seen.reduced:
-        reduced, squares = np.full_like(reduced, np.nan), nothing
     tensors = [local, terms, reduced, squares, summed.read("after"), after**2, summed.read("moments_after")]
     return rows_of(checks | {"again": again, "drift": drift}, off_norm, tensors)
 
