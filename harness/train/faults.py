@@ -1,5 +1,4 @@
-"""Deliberate faults: `fault.name=package.module:function` names a function that builds a run's session wrongly. Three
-samples.
+"""Deliberate faults: `fault.name=package.module:function` names a function that builds a run's session wrongly.
 
 A fault is called on every rank with the configuration and `build`, which builds the normal session. It may change
 anything, and returns the session to run: its engine, loader, checkpoints (`engine.state`) and loop (`begins`,
@@ -12,9 +11,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from harness.config.schema import NO_FAULT, Config
 from harness.train.session import Session
@@ -44,47 +40,10 @@ def from_step(session: Session, change: Callable[[Any, float], None]) -> Session
     return replace(session, begins=begins)
 
 
-def F01_duplicated_gradient(config: Config, build: Build) -> Session:
-    """A rank's own contribution is added to its shard of the sum."""
-    session = build()
-
-    def change(engine: Any, amount: float) -> None:
-        for bucket in engine.model.engine.buckets:
-            if bucket.trainable:
-                bucket.inner.fold = _duplicating(bucket.inner.fold, session.ranks.rank, amount)
-
-    return from_step(session, change)
-
-
-def _duplicating(fold: Callable[..., None], rank: int, amount: float) -> Callable[..., None]:
-    def wrapped(exchange: Any, into: list[Tensor], *, add: bool) -> None:
-        own = torch.cat([part.chunk(rank) for part in exchange.parts])
-        fold(exchange, into, add=add)
-        for target, mine in zip(into, own.split([each.numel() for each in into]), strict=True):
-            target.add_(mine.to(target.dtype), alpha=amount * exchange.factor)
-
-    return wrapped
-
-
 def scale_by_two(config: Config, build: Build) -> Session:
     """All gradients are twice what they should be."""
 
     def change(engine: Any, amount: float) -> None:
         engine.model.engine.reduce.factor *= 1.0 + amount
-
-    return from_step(build(), change)
-
-
-def lr_of_a_group(config: Config, build: Build) -> Session:
-    """The last parameter group's learning rate is double."""
-
-    def change(engine: Any, amount: float) -> None:
-        step = engine.optimizer.step
-
-        def stepped(*args: Any, **kwargs: Any) -> Any:
-            engine.optimizer.param_groups[-1]["lr"] *= 1.0 + amount  # which every step sets anew
-            return step(*args, **kwargs)
-
-        engine.optimizer.step = stepped
 
     return from_step(build(), change)

@@ -203,7 +203,7 @@ def test_options_that_have_no_file_are_taken_beside_a_folder_of_ones_own(
     shutil.copy(ROOT / "conf" / "cluster" / "slurm.yaml", tmp_path / "conf" / "cluster" / "mine.yaml")
     (tmp_path / "conf" / "cluster" / "gone.yaml").symlink_to(tmp_path / "nowhere")
     monkeypatch.chdir(tmp_path)
-    asked = ["engine=native", "fault=F01_duplicated_gradient", "optimizer=adamw", "cluster=mine"]
+    asked = ["engine=native", "fault=scale_by_two", "optimizer=adamw", "cluster=mine"]
     assert [f"{word.key}={word.values[0]}" for word in check_overrides(asked, multirun=False)] == asked
     with pytest.raises(BadRequest, match=r"gone\.yaml leads nowhere"):
         check_overrides(["cluster=gone"], multirun=False)

@@ -261,16 +261,16 @@ def test_it_really_finds_a_fault_of_the_engine_and_passes_without(
     cell = ["sharding=optim", "train.global_batch_size=8", "train.microbatch_size=2", "train.steps=3"]
     cell += ["data.seq_len=16", "model.num_layers=1", "ckpt=none", f"launch.root={tmp_path}", "study.name=s"]
     monkeypatch.chdir(ROOT)
-    done = run_program(["run.py", *cell, "-m", "fault=F01_duplicated_gradient,none"])
+    done = run_program(["run.py", *cell, "-m", "fault=scale_by_two,none"])
     assert done.returncode == 0, done.stdout + done.stderr
-    control, arm = sorted((tmp_path / "s").glob("tiny*"), key=lambda path: "f01" in path.name)
+    control, arm = sorted((tmp_path / "s").glob("tiny*"), key=lambda path: "scale" in path.name)
     assert main(["compare", str(arm), str(control)]) == 1
     path = arm / "verdict" / f"{control.name}.py"
     assert f"next: python {shlex.quote(str(path))}\n" in capsys.readouterr().out
     shutil.rmtree(control)  # the script needs neither run
     text = path.read_text()
     if mended:
-        path.write_text(text.replace("'fault.name=F01_duplicated_gradient'", "'fault.name=none'"))
+        path.write_text(text.replace("'fault.name=scale_by_two'", "'fault.name=none'"))
     again = subprocess.run([sys.executable, str(path), str(tmp_path)], capture_output=True, text=True)
     assert again.returncode == int(not mended), again.stdout + again.stderr
     assert again.stdout.startswith("EQUAL" if mended else "DIFFERENT")

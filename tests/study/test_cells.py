@@ -77,7 +77,7 @@ OVERRIDES = [
     ("experiment=bitwise", "train.global_batch_size=16", "debug=one_step"),
     ("cluster=slurm", "cluster.additional={a: 1}", "launch.dry_run=true", "notes='x, y'"),
     ("train.warmup_steps=${train.steps}",),
-    ("fault=F01_duplicated_gradient", "optimizer=sgd", "mesh=two_by_two", "sharding=hfsdp", "ckpt=none"),
+    ("fault=scale_by_two", "optimizer=sgd", "mesh=two_by_two", "sharding=hfsdp", "ckpt=none"),
     ("engine=deepspeed", "sharding=optim", "dtype=bf16"),
     ("experiment=bench_compute", "measure=bench", "model=odd", "cluster=local"),
     ("experiment=oracle", "engine=native", "numerics=ordered", "measure.rounding_draws=0", "mesh=two"),

@@ -105,7 +105,11 @@ RUNS = {
     "seldom": ("sharding=optim_grads", "measure.step_checks_share=0"),
     "always": ("sharding=no_shard", "measure.step_checks_share=1"),
     "faulty": (
-        *("sharding=optim_grads", "measure.step_checks_share=0", "fault.name=F01_duplicated_gradient"),
+        *(
+            "sharding=optim_grads",
+            "measure.step_checks_share=0",
+            "fault.name=tests.faults.samples:F01_duplicated_gradient",
+        ),
         f"fault.begins_at={BEGINS}",
     ),
 }
