@@ -63,12 +63,8 @@ PEERS = (
 
 
 def saved(folder: Path) -> dict[str, Tensor]:
-    return saved_at(folder, STEPS)
-
-
-def saved_at(folder: Path, step: int) -> dict[str, Tensor]:
-    """Every tensor of a checkpoint but the ranks' generators."""
-    path = path_of(folder / "ckpt", step)
+    """Every tensor of the last checkpoint but the ranks' generators."""
+    path = path_of(folder / "ckpt", STEPS)
     held = Manifest.read(path).tensors
     return {key: whole_tensor(path, entry) for key, entry in held.items() if not key.startswith("rng/")}
 
@@ -161,50 +157,6 @@ def test_peers_train_alike(trained: tuple[Path, list[Any]]) -> None:
     for engine in ("ddp", "fsdp2"):
         losses = [line["loss"] for line in read_metrics(root / engine / "metrics.jsonl")]
         assert losses == pytest.approx(alone, rel=2e-3)
-
-
-CUT = [
-    config_of(recipe, engine, strategy, mesh__world_size=world, mesh__tp=2, train__steps=2)
-    for recipe in (Fp8.current, Fp8.delayed)
-    for engine, strategy, world in (
-        (EngineName.single, Strategy.no_shard, 2),
-        (EngineName.native, Strategy.no_shard, 2),
-        (EngineName.native, ZERO_3, 4),
-        (EngineName.ddp, Strategy.no_shard, 4),
-        (EngineName.fsdp2, ZERO_3, 4),
-    )
-]
-"""Over a tensor-parallel axis of two."""
-
-
-def folder_of(config: Config) -> str:
-    assert config.dtype.fp8 is not None
-    return f"{config.dtype.fp8.name} {config.engine.name.name} {config.sharding.strategy.name}"
-
-
-def cut(rank: int, root: Path, world: int) -> None:
-    for config in CUT:
-        if config.mesh.world_size == world:
-            train(config, root / folder_of(config), rank)
-
-
-def test_tp_shards_are_multiplied_alike_whoever_shards_them(tmp_path: Path) -> None:
-    """Each rank multiplies its TP shard with an amax of its own, so that two tensor-parallel ranks do not repeat one
-    process: to the bit they repeat each other, whatever shards what they keep; peers as without the axis."""
-    for world in (2, 4):
-        run_ranks(cut, world, tmp_path, world)
-    for recipe in (Fp8.current, Fp8.delayed):
-        of = [config for config in CUT if config.dtype.fp8 is recipe]
-        lines = [read_metrics(tmp_path / folder_of(config) / "metrics.jsonl") for config in of]
-        losses = [[line["loss"] for line in each] for each in lines]
-        assert losses[1] == losses[2] == losses[0]
-        for peer in losses[3:]:
-            assert peer == pytest.approx(losses[0], rel=2e-3)
-        states = [saved_at(tmp_path / folder_of(config), 2) for config in of[:3]]
-        for key, value in states[0].items():
-            if not key.endswith("fp8_amax_history"):
-                assert torch.equal(states[1][key], value), key
-                assert torch.equal(states[2][key], value), key
 
 
 def held_in_8_bits(config: Config) -> int:
