@@ -69,7 +69,7 @@ def worked_out(session: Session, control: Control, names: list[str], signs: Sign
     seen = session.engine.seen()
     assert seen is not None
     scaled = partial(_scaled, seen=seen, config=session.config)
-    return _by_plain_model(session, control, names, signs, step, partial(_fill, seen=seen), scaled)
+    return local_gradients(session, control, names, signs, step, partial(_fill, seen=seen), scaled)
 
 
 def is_same_function_asked(config: Config, done: int) -> bool:
@@ -83,10 +83,10 @@ def same_function(session: Session, control: Control, names: list[str], signs: S
 
     None without memory. Collective over all ranks.
     """
-    return _by_plain_model(session, control, names, signs, 1, _fill_first, lambda loss: loss)
+    return local_gradients(session, control, names, signs, 1, _fill_first, lambda loss: loss)
 
 
-def _by_plain_model(
+def local_gradients(
     session: Session,
     control: Control,
     names: list[str],
@@ -95,37 +95,26 @@ def _by_plain_model(
     fill: Callable[[nn.Module, Session], None],
     scaled: Callable[[Tensor], Tensor],
 ) -> Sketch | None:
-    workload = workload_for(session.config)
-    if not all(fits for (fits,) in control.gather([int(_fits(workload, session))])):
-        return None
-    with plain_model(workload, session.config, session.ranks.device) as model:
-        fill(model, session)
-        return local_gradients(model, session, names, signs, step, scaled)
-
-
-def local_gradients(
-    model: nn.Module,
-    session: Session,
-    names: list[str],
-    signs: Signs,
-    step: int,
-    scaled: Callable[[Tensor], Tensor],
-) -> Sketch | None:
-    """Sketches of the sum of a plain model's gradients [tensors, m] on this rank's microbatches, and squared norms
+    """Sketches of the sum of the plain model's gradients [tensors, m] on this rank's microbatches, and squared norms
     [tensors].
 
-    None without memory. scaled: maps a loss to the differentiated value.
+    None without memory. Collective over all ranks. Args: fill: gives the model its weights. scaled: maps a loss to the
+    differentiated value.
     """
     workload, device = workload_for(session.config), session.ranks.device
+    if not all(fits for (fits,) in control.gather([int(_fits(workload, session))])):
+        return None
     sequences = torch.from_numpy(Reread(session.config, session.ranks.data_rank).sequences(step))
-    with suppress(torch.OutOfMemoryError), LocalWatch(model, names, signs, weights=False) as watch:
-        for rows in sequences.split(session.config.train.microbatch_size):
-            session.alive()
-            batch = Microbatch(rows[:, :-1].to(device), rows[:, 1:].to(device))
-            scaled(workload.loss(model, batch)).backward()
-            for param in model.parameters():
-                param.grad = None
-        return watch.gradients()
+    with plain_model(workload, session.config, device) as model:
+        fill(model, session)
+        with suppress(torch.OutOfMemoryError), LocalWatch(model, names, signs, weights=False) as watch:
+            for rows in sequences.split(session.config.train.microbatch_size):
+                session.alive()
+                batch = Microbatch(rows[:, :-1].to(device), rows[:, 1:].to(device))
+                scaled(workload.loss(model, batch)).backward()
+                for param in model.parameters():
+                    param.grad = None
+            return watch.gradients()
     return None
 
 
