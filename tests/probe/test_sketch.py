@@ -29,20 +29,6 @@ def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def test_pieces_of_any_layout_add_up_to_the_whole() -> None:
-    whole, signs = drawn(7, 6, 5), Signs()
-    wanted = signs.sketch("w", whole.shape, whole, Place.whole(whole.shape))
-    for rows, columns in itertools.product([(0, 7), (0, 3, 7), (0, 1, 2, 7)], [(0, 6), (0, 2, 6)]):
-        values, squares = torch.zeros(SKETCHES, dtype=torch.float64), 0.0
-        for (top, bottom), (left, right) in itertools.product(itertools.pairwise(rows), itertools.pairwise(columns)):
-            piece = whole[top:bottom, left:right]
-            place = Place.of(whole.shape, [top, left, 0], list(piece.shape))
-            found = signs.sketch("w", whole.shape, piece, place)
-            values, squares = values + found.values, squares + float(found.squares)
-        torch.testing.assert_close(values, wanted.values, rtol=1e-13, atol=1e-13)
-        assert squares == pytest.approx(float(wanted.squares), rel=1e-13)
-
-
 def test_signs_depend_on_the_name_and_the_place_alone() -> None:
     a, b = drawn(4, 9), drawn(4, 9, seed=1)
     at = Place.whole(a.shape)
@@ -209,12 +195,6 @@ def test_sketches_on_a_device_are_put_together_with_those_of_nothing() -> None:
             Sketch(torch.zeros(4, device=device), torch.zeros((), device=device)) for device in ("cuda", "cpu")
         )
         assert Sketch.stack([nothing, there]).values.device.type == "cpu"
-
-
-def test_a_stack_has_an_axis_in_front() -> None:
-    found = Sketch.stack([Sketch(torch.ones(4), torch.tensor(2.0)), Sketch(torch.zeros(4), torch.tensor(0.0))])
-    assert found.values.shape == (2, 4)
-    assert found.squares.tolist() == [2.0, 0.0]
 
 
 def test_a_watch_is_gone_with_its_step() -> None:

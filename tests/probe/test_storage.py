@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -59,15 +58,6 @@ def test_views_and_in_place_operations_take_nothing() -> None:
         kept.t().detach().zero_()
 
     assert measure(work) == [(0, 0, 0)], "and what was there before the meter is not known to it"
-
-
-def test_numpy_s_memory_is_not_tensor_storage() -> None:
-    def work() -> None:
-        shared = torch.from_numpy(np.ones(8 * KIB, np.float32))
-        copied = shared.clone()
-        del shared, copied
-
-    assert measure(work) == [(0, 8, 0)]
 
 
 def test_what_a_thread_allocates_and_another_frees() -> None:

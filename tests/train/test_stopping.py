@@ -18,17 +18,7 @@ from harness.train import Outcome
 from harness.train.loop import Loop
 from tests.support.factory import small_config, stopping, train
 from tests.support.mutants import Slip, each
-from tests.train.runs import assert_same_run, summary
-
-
-def test_stop_saves_and_resume_is_bitwise(tmp_path: Path) -> None:
-    config = small_config(train__steps=5, train__param_norm_every=1)
-    train(config, tmp_path / "a")
-    assert train(config, tmp_path / "b", should_stop=stopping(2)) == Outcome("preempted", 2, saved=True)
-    assert summary(tmp_path / "b")["status"] == "preempted"
-    assert train(config, tmp_path / "b", should_stop=stopping(1)) == Outcome("preempted", 3, saved=True)
-    assert train(config, tmp_path / "b") == Outcome("done", 5, saved=True)
-    assert_same_run(tmp_path / "a", tmp_path / "b")
+from tests.train.runs import assert_same_run
 
 
 def test_record_is_cut_back_to_the_checkpoint(tmp_path: Path) -> None:
