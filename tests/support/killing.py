@@ -89,14 +89,16 @@ def save_for_ever(rank: int, root: str, store: str, config: Config, steps: Any, 
 def take_up(rank: int, root: Path, config: Config) -> tuple[int, list[str]]:
     """Load as a resumed run does; the step, and what of the state is not that step's."""
     engine = build(config, rank)
-    found = checkpoints_of(root, config, rank).load_newest(engine)
+    checkpoints, warned = checkpoints_of(root, config, rank), list[str]()
+    checkpoints.warn = warned.append
+    found = checkpoints.load_newest(engine)
     if found is None:
         return 0, []
     assert isinstance(found, Checkpoint)
     state = engine.state()
     mixed = [key for key, tensor in state.tensors.items() if not bool((local_of(tensor) == found.step).all())]
     engine.close()
-    return found.step, [*mixed, *(f"wrong {key}" for key in found.wrong), *found.passed_over]
+    return found.step, [*mixed, *(f"wrong {key}" for key in found.wrong), *warned]
 
 
 def kill_one(root: Path, config: Config, source: random.Random, longest_s: float) -> Found:
