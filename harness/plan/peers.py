@@ -311,7 +311,7 @@ class Ddp(Replicated):
                 filled, limit = 0, BUCKET
         self.move("inner", "all_reduce", filled * width)
         self.move("inner", "all_reduce", looks * 4 * len(self.trained))
-        super().count()
+        Replicated.count(self)
 
     def end(self) -> None:
         if self.last and self.wire < self.main:

@@ -152,11 +152,11 @@ MUTANTS: dict[str, tuple[Claim, Slip]] = slips(
     wrong_timers,
     """
     left in the spans: What looks take is taken off the step, not off its parts
-        probe.meters.Timers.aside: in self._open: => in ():
+        probe.meters.Timers.span: for around in self._open => for around in ()
     counted twice: A look within a look is taken off twice
-        probe.meters.Timers.aside: if self._is_aside: => if False:
+        probe.meters.Timers.span: if ASIDE in self._open: => if name != ASIDE and ASIDE in self._open:
     spans of one's own: What the harness computes for itself is a forward
-        probe.meters.Timers.span: if self._is_aside: => if False:
+        probe.meters.Timers.span: if ASIDE in self._open: => if name == ASIDE and ASIDE in self._open:
     """,
 )
 
