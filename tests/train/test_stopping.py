@@ -12,12 +12,10 @@ import pytest
 
 from harness.checkpoint.policy import Checkpoints
 from harness.config.schema import CkptConfig, CkptPolicy
-from harness.control import Control
 from harness.store.metrics import read_metrics
 from harness.train import Outcome
-from harness.train.loop import Loop
 from tests.support.factory import small_config, stopping, train
-from tests.support.mutants import Slip, each
+from tests.support.mutants import each, slips
 from tests.train.runs import assert_same_run
 
 
@@ -90,16 +88,18 @@ def test_a_checkpoint_by_time_is_off_the_steps_clock(tmp_path: Path, minutes: fl
     assert saved_by_time(tmp_path, minutes) == (BY_TIME[minutes], False)
 
 
-SLIPS = {
-    "0 is always": Slip(
-        Loop, "_is_save_due", "0 < pause_s", "0 <= pause_s", "A run that asks for none saves each step"
-    ),
-    "never": Slip(Loop, "_save_if_due", "report.stop or report.save", "report.stop", "No checkpoint is made by time"),
-    "not exchanged": Slip(
-        Control, "begin_report", "+ 2 * int(save)", "", "Ranks do not learn that a save is due by the first one's clock"
-    ),
-    "seconds": Slip(Loop, "_is_save_due", "60 * self", "1e-9 * self", "Short runs save after each step by default"),
-}
+SLIPS = slips(
+    """
+    0 is always: A run that asks for none saves each step
+        train.loop.Loop._is_save_due: 0 < pause_s => 0 <= pause_s
+    never: No checkpoint is made by time
+        train.loop.Loop._save_if_due: report.stop or report.save => report.stop
+    not exchanged: Ranks do not learn that a save is due by the first one's clock
+        control.Control.begin_report: + 2 * int(save) =>
+    seconds: Short runs save after each step by default
+        train.loop.Loop._is_save_due: 60 * self => 1e-9 * self
+    """
+)
 
 
 @pytest.mark.parametrize("name", each("Ends of a run", SLIPS))
