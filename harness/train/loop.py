@@ -278,7 +278,7 @@ class Loop:
         records = read_metrics(path / "metrics.jsonl")
         facts = {
             "parameters": parameter_count(self.config),
-            **held_out(records),
+            **held_out(self.evaluation.losses),
             "initial_weights": self.initial_weights,
             "final_weights": final_weights,
             "accounted_bytes": self.session.engine.accounted_bytes(),  # some of it is made in the first step

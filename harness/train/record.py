@@ -134,12 +134,10 @@ def _parts(spans: Mapping[str, float]) -> dict[str, float | None]:
     }
 
 
-def held_out(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Last and lowest held-out loss of a record; empty without any."""
-    losses = {record["step"]: loss for record in records if (loss := (record.get("validation") or {}).get("loss"))}
+def held_out(losses: Mapping[int, float]) -> dict[str, Any]:
+    """Last and lowest held-out loss, of those by step; empty without any."""
     if not losses:
         return {}
-    best = min(losses, key=lambda step: (losses[step], step))
-    last = losses[max(losses)]
+    best, last = min(losses, key=lambda step: (losses[step], step)), losses[max(losses)]
     validation = {"loss": last, "perplexity": perplexity(last), "best_loss": losses[best], "best_step": best}
     return {"validation": validation}
