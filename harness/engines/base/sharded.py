@@ -44,7 +44,7 @@ class ShardedEngine(Engine):
     tensor: dist.ProcessGroup | None = None
     """Tensor-parallel ranks, or None."""
     tp_shards: Mapping[str, TpShard] = MappingProxyType({})
-    """Of which pieces are cut, by name; full weights without one."""
+    """By name, the parts of weights that pieces are cut from; none without such an axis."""
 
     def __init__(self, workload: Workload, config: Config, ranks: Ranks) -> None:
         self.workload = workload
