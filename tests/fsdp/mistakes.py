@@ -62,7 +62,7 @@ def counted(strategy: str, k: int = 1, ranks: int = 2, **more: Any) -> Case:
 
 # -- sums --------------------------------------------------------------------------------------------------------------
 
-_sum_in_order, _fold, _sum_received = reduction._sum_in_order, Reduction.fold, Reduction._sum_received
+_sum_in_order, _fold = reduction._sum_in_order, Reduction.fold
 
 
 def summing(change: Callable[..., dict[str, Any]]) -> Callable[[], Any]:
@@ -102,7 +102,7 @@ def _halve_outside(self: Reduction, target: Tensor) -> None:
 
 
 def _adds_where_alone(self: Reduction, exchange: Any, into: list[Tensor], *, add: bool) -> None:
-    _sum_received(self, exchange, into, add=add or self.comm.size == 1)
+    _fold(self, exchange, into, add=add or self.comm.size == 1)
 
 
 def _sent_as_it_lies(self: Gradients) -> None:
@@ -265,7 +265,7 @@ MUTANTS = {
     ),
     "a lone rank doubles": Mutant(
         "A lone rank adds its sum to itself",
-        patched(Reduction, "_sum_received", _adds_where_alone),
+        patched(Reduction, "fold", _adds_where_alone),
         "gradient of",
         trained(ZERO3, ranks=1),
     ),

@@ -301,14 +301,14 @@ def frees_before_others_have_taken() -> Iterator[None]:
 @contextmanager
 def sums_before_all_has_come() -> Iterator[None]:
     """Contributions are summed without waiting for the collective that brings them."""
-    fold = Reduction._sum_received
+    fold = Reduction.fold
 
     def unwaited(self: Reduction, exchange: Exchange, into: list[Tensor], *, add: bool) -> None:
         _KEPT.append(exchange.pending)
         exchange.pending = Pending([])
         fold(self, exchange, into, add=add)
 
-    with mock.patch.object(Reduction, "_sum_received", unwaited):
+    with mock.patch.object(Reduction, "fold", unwaited):
         yield
 
 

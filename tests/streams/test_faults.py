@@ -115,15 +115,9 @@ def landed_too_soon() -> Iterator[None]:
         yield
 
 
-def without_waiting(fold: str) -> Callable[[], AbstractContextManager[Any]]:
-    """The sums of a reduction are made from what has not come in."""
-    right = getattr(Reduction, fold)
-
-    def wrong(self: Any, exchange: Any, into: list[Tensor], *, add: bool) -> None:
-        exchange.pending.incoming = []
-        right(self, exchange, into, add=add)
-
-    return instead(Reduction, fold, wrong)
+def folded_at_once(self: Reduction, exchange: Exchange, into: list[Tensor], *, add: bool) -> None:
+    exchange.pending.incoming = []
+    _fold(self, exchange, into, add=add)
 
 
 def early_event(self: PendingReduction) -> None:
@@ -192,7 +186,7 @@ def early_reads(self: PendingReduction) -> None:
     _wait(self)
 
 
-_wait, _install = PendingReduction.wait, Weights.install
+_fold, _wait, _install = Reduction.fold, PendingReduction.wait, Weights.install
 
 FAULTS = {
     "no wait after a gather": Fault(
@@ -260,14 +254,14 @@ FAULTS = {
     ),
     "all-to-all not waited for": Fault(
         "Contributions are summed before they have come in",
-        without_waiting("_sum_received"),
+        instead(Reduction, "fold", folded_at_once),
         BF16,
         r"memory for blocks\.2/bfloat16",
         ("nccl all_to_all", "stream reduce"),
     ),
     "reduce-scatter not waited for": Fault(
         "A reduce-scatter's result is added to the sums before it has come in",
-        without_waiting("_take_sums"),
+        instead(Reduction, "fold", folded_at_once),
         Case("optim_grads", k=2),
         r"memory for blocks\.2/float32",
         ("nccl reduce_scatter", "stream reduce"),

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -91,7 +92,8 @@ class Exchange:
     """Traffic of one reduction between `exchange` and `fold`.
 
     parts: the encoded gradients, cut by owner. label: which bucket. factor: what the sums are multiplied with where no
-    later one is added to them; 1 leaves that to `finish`. own: this rank's sums as the backend makes them, a part each.
+    later one is added to them; 1 leaves that to `finish`. received: what comes for this rank: its sums, a part each, or
+    all contributions to them.
     """
 
     parts: list[Part]
@@ -99,8 +101,6 @@ class Exchange:
     factor: float = 1.0
     pending: Pending = field(default_factory=lambda: Pending([]))
     received: list[Tensor] = field(default_factory=list)
-    evened: list[Evened] = field(default_factory=list)
-    own: list[Tensor] = field(default_factory=list)
 
 
 class Reduction:
@@ -143,9 +143,11 @@ class Reduction:
     def exchange(self, parts: list[Part], label: Label, factor: float = 1.0) -> Exchange:
         """Issue the traffic that brings contributions to their owners. The parts belong to the result until folded."""
         exchange = Exchange(parts, label, factor)
-        if self.comm.size > 1:
-            with events.begin(label, parts):
-                (self._reduce_scatter if self.is_native else self._all_to_all)(exchange)
+        if self.comm.size == 1:
+            exchange.received = [part.chunk(0) for part in parts]
+            return exchange
+        with events.begin(label, parts):
+            (self._reduce_scatter if self.is_native else self._all_to_all)(exchange)
         return exchange
 
     def fold(self, exchange: Exchange, into: list[Tensor], *, add: bool) -> None:
@@ -153,7 +155,23 @@ class Reduction:
 
         `into` may be this rank's own chunks of the parts themselves, which are free to change afterwards.
         """
-        (self._take_sums if self.is_native else self._sum_received)(exchange, into, add=add)
+        exchange.pending.wait()
+        received, exchange.received = exchange.received, []
+        if self._is_one_call(exchange.label):
+            return  # `spread` has the whole sums
+        if not self.is_native:
+            size, accum = self.comm.size, self.dtypes.accum
+            rows = [each.view(size, each.numel() // size) for each in received]
+            came_as_one, widths = len(rows) < len(into), [part.cut.longest for part in exchange.parts]
+            if self.in_order:
+                for row, target in zip(rows[0].split(widths, 1) if came_as_one else rows, into, strict=True):
+                    _sum_in_order(list(row[:, : target.numel()]), target, accum, add=add, factor=exchange.factor)
+                return
+            received = [row.sum(dim=0, dtype=accum) for row in rows]
+            if came_as_one:
+                received = [sums[: to.numel()] for sums, to in zip(received[0].split(widths), into, strict=True)]
+        (add_together if add else copy_together)(into, received)
+        scale_together(into, exchange.factor)
 
     def spread(self, exchange: Exchange, whole: Sequence[Part]) -> Pending:
         """Second leg of an all-reduce, after `fold`: give every rank the whole sums, cut as they were made."""
@@ -168,9 +186,10 @@ class Reduction:
         """Turn sums into main gradients (the same tensors, or others), scaled: once a step."""
         self.numbers.finish(sums, main, factor)
 
-    # -- sums made here: small buckets travel as one message (see `PACKED_BYTES`) --------------------------------------
+    # -- traffic of `exchange` -----------------------------------------------------------------------------------------
 
     def _all_to_all(self, exchange: Exchange) -> None:
+        """For sums made here: small buckets travel as one message (see `PACKED_BYTES`)."""
         comm, parts = self.comm, exchange.parts
         for part in [_rank_by_rank(parts)] if _is_small(parts) else parts:
             own = part.cut.sizes[comm.rank]
@@ -182,68 +201,28 @@ class Reduction:
             exchange.received.append(received)
             exchange.pending.incoming.append(work)
 
-    def _sum_received(self, exchange: Exchange, into: list[Tensor], *, add: bool) -> None:
-        exchange.pending.wait()
-        size = self.comm.size
-        if size == 1:
-            exchange.received = [part.chunk(0) for part in exchange.parts]
-        rows = [received.view(size, received.numel() // size) for received in exchange.received]
-        exchange.received = []
-        lengths = [target.numel() for target in into]
-        came_as_one = len(rows) < len(into)
-        widths = [part.cut.longest for part in exchange.parts]
-        if self.in_order:
-            for received, target in zip(rows[0].split(widths, 1) if came_as_one else rows, into, strict=True):
-                own = list(received[:, : target.numel()])
-                _sum_in_order(own, target, self.dtypes.accum, add=add, factor=exchange.factor)
-            return
-        totals = [received.sum(dim=0, dtype=self.dtypes.accum) for received in rows]
-        if came_as_one:
-            totals = [total[:length] for total, length in zip(totals[0].split(widths), lengths, strict=True)]
-        (add_together if add else copy_together)(into, totals)
-        scale_together(into, exchange.factor)
-
-    # -- sums of the backend's ---------------------------------------------------------------------------------------
-
     def _is_one_call(self, label: Label) -> bool:
-        apart = self.legs_apart or self.comm.sums_in_order or not self.is_native
+        apart = self.legs_apart or self.comm.sums_in_order or not self.is_native or self.comm.size == 1
         return label.kind == "all_reduce" and not apart
 
     def _reduce_scatter(self, exchange: Exchange) -> None:
-        comm, parts = self.comm, exchange.parts
+        """For sums of the backend's."""
+        comm, parts, pending = self.comm, exchange.parts, exchange.pending
+        exchange.received = [part.chunk(comm.rank) for part in parts]
         if comm.sums_in_order:
-            self._reduce_scatter_in_order(exchange)
-            return
-        exchange.own = [part.chunk(comm.rank) for part in parts]
-        if self._is_one_call(exchange.label):
-            exchange.pending.incoming = [comm.group.allreduce([part.tensor]) for part in parts]
-            return
-        evened = [Evened(part) for part in parts]
-        for each in evened:
-            each.copy_in()
-        outputs, inputs = [each.part.chunk(comm.rank) for each in evened], [each.part.tensor for each in evened]
-        exchange.pending.incoming = [comm.group.reduce_scatter_tensor_coalesced(outputs, inputs)]
-        exchange.evened = evened
-
-    def _reduce_scatter_in_order(self, exchange: Exchange) -> None:
-        comm, accum = self.comm, self.dtypes.accum
-        rows = [part.by_rank() for part in exchange.parts]
-        for row in rows:
-            own = row[comm.rank]
-            exchange.own.append(own if own.dtype == accum else torch.empty_like(own, dtype=accum))
-            events.offer(sum([each.nbytes for each in row]) - own.nbytes)
-        exchange.pending.incoming = [comm.data.reduce_scatter(exchange.own, rows)]
-
-    def _take_sums(self, exchange: Exchange, into: list[Tensor], *, add: bool) -> None:
-        exchange.pending.wait()
-        if self._is_one_call(exchange.label) and self.comm.size > 1:
-            return
-        for each in exchange.evened:
-            each.copy_back(self.comm.rank)
-        own = exchange.own or [part.chunk(self.comm.rank) for part in exchange.parts]
-        exchange.evened, exchange.own = [], []
-        (add_together if add else copy_together)(into, own)
-        scale_together(into, exchange.factor)
+            rows, accum = [part.by_rank() for part in parts], self.dtypes.accum
+            events.offer(sum([sum([each.nbytes for each in row]) - row[comm.rank].nbytes for row in rows]))
+            exchange.received = [o if o.dtype == accum else torch.empty_like(o, dtype=accum) for o in exchange.received]
+            pending.incoming = [comm.data.reduce_scatter(exchange.received, rows)]
+        elif self._is_one_call(exchange.label):
+            pending.incoming = [comm.group.allreduce([part.tensor]) for part in parts]
+        else:
+            evened = [Evened(part) for part in parts]
+            for each in evened:
+                each.copy_in()
+            outputs, inputs = [each.part.chunk(comm.rank) for each in evened], [each.part.tensor for each in evened]
+            pending.incoming = [comm.group.reduce_scatter_tensor_coalesced(outputs, inputs)]
+            pending.finish = [partial(each.copy_back, comm.rank) for each in evened if each.is_copy]
 
 
 def _is_small(parts: Sequence[Part]) -> bool:
