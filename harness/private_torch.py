@@ -212,14 +212,6 @@ tree_map_only: Any = _of(_PYTREE, "tree_map_only")
 tree_unflatten: Any = _of(_PYTREE, "tree_unflatten")
 
 
-def spec_before(tensor: Tensor) -> Any:
-    """Mesh and placements of the DTensor that a local tensor was taken of, whose gradient is placed alike; else
-    None."""
-    node: Any = tensor.grad_fn
-    placed = getattr(node, "grad_placements", None)
-    return getattr(node, "dtensor_spec", None) if placed is None else None
-
-
 # -- optimizers --------------------------------------------------------------------------------------------------------
 
 
