@@ -137,8 +137,8 @@ def user_buffers(lab: Lab) -> Facts:
     """Registered buffers and symmetric windows: the same bits, and what NCCL's own log says of them."""
     common = ["engine=native", "launch.nccl_log=choices", *_several(lab), *small(lab.setting)]
     lab.train(*common, "nccl_ub=none")
-    lab.train(*common, "nccl_ub=auto,manual", "nccl_ub.fallback=record")
-    lab.train(*common, "nccl_ub=auto", "nccl_ub.symmetric=false", "nccl_ub.fallback=record")
+    lab.train(*common, "nccl_ub=auto,manual")
+    lab.train(*common, "nccl_ub=auto", "nccl_ub.symmetric=false")
     plain = lab.runs(nccl_ub__mode="none")
     arms = [run for run in lab.runs() if run not in plain]
     told = {run.name: lab.told(run, "summary.json").get("network", {}) for run in (*plain, *arms)}

@@ -35,7 +35,6 @@ from harness.fsdp.options import Options
 from harness.fsdp.vocabulary import (
     CtaPolicy as CtaPolicy,
     Dtype as Dtype,
-    Fallback as Fallback,
     Fp8 as Fp8,
     GradBuffer as GradBuffer,
     Numerics as Numerics,

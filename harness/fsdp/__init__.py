@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from harness.fsdp.update.rules import create_state as create_state
     from harness.fsdp.vocabulary import (
         CtaPolicy as CtaPolicy,
-        Fallback as Fallback,
         Fp8 as Fp8,
         GradBuffer as GradBuffer,
         Numerics as Numerics,
@@ -72,7 +71,7 @@ _EXPORTS = {
     "tensor_parallel": "TpShard UnknownPlan",
     "update.rules": "create_state",
     "update.norms": "sum_of_squares",
-    "vocabulary": "CtaPolicy Fallback Fp8 GradBuffer Numerics OuterStrategy Registration SharpAxis Strategy Transport",
+    "vocabulary": "CtaPolicy Fp8 GradBuffer Numerics OuterStrategy Registration SharpAxis Strategy Transport",
 }
 _MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names.split()}
 

@@ -21,7 +21,7 @@ from harness.fsdp.comm.device import DeviceRuntime
 from harness.fsdp.comm.fixed_point import FixedPoint
 from harness.fsdp.comm.mesh import Groups, Mesh, Meshes
 from harness.fsdp.comm.reduction import Integers
-from harness.fsdp.comm.user_buffers import Member, UserBuffers
+from harness.fsdp.comm.user_buffers import UserBuffers
 from harness.fsdp.guards.nonfinite import GradientGuard
 from harness.fsdp.guards.replicas import check_agreed, check_copies, check_plan
 from harness.fsdp.guards.watches import Watchdog, end_watch, watch_groups
@@ -47,7 +47,7 @@ from harness.fsdp.storage.parameter_access import slots_of
 from harness.fsdp.storage.placement import Placements
 from harness.fsdp.tensor_parallel import axis_of
 from harness.fsdp.update.flat_step import FlatStep
-from harness.fsdp.vocabulary import Fallback, OuterStrategy, Strategy
+from harness.fsdp.vocabulary import OuterStrategy, Strategy
 from harness.private_torch import tree_map
 
 ENGINE = "_fsdp"
@@ -118,10 +118,9 @@ class Engine:
         self.meshes = Meshes(dense, of_experts, tensor)
         self.user_buffers = UserBuffers(
             options.nccl_ub,
-            [Member(name, comm.group, device) for name, comm in self.meshes.moving.items() if comm.size > 1],
+            {name: comm for name, comm in self.meshes.moving.items() if comm.size > 1},
             runtime,
             symmetric=not options.disable_symmetric_registration,
-            may_fall_back=options.registration_fallback is Fallback.record,
         )
         registers = self.user_buffers.active
         self.memory = BucketMemory(

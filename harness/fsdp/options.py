@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar, cast
 
-from harness.fsdp.vocabulary import Choice, Fallback, GradBuffer, Numerics, Registration, Transport
+from harness.fsdp.vocabulary import Choice, GradBuffer, Numerics, Registration, Transport
 
 T = TypeVar("T")
 
@@ -167,11 +167,9 @@ class Options(EngineOptions):
     """Give main gradients to the optimizer as `decoupled_grad`, in their own dtype; `grad` stays None."""
     nccl_ub: Registration = option(Registration.none, setting="nccl_ub.mode")
     """When buckets are registered as NCCL user buffers. Any value except none turns on `double_buffer`. Without NCCL
-    nothing is registered, and the record says so."""
+    nothing is registered, and the record says so; a registration that fails is a RuntimeError on all ranks."""
     disable_symmetric_registration: bool = option(False, setting="not nccl_ub.symmetric")
     """Register user buffers only for zero copy, not as symmetric windows."""
-    registration_fallback: Fallback = option(Fallback.error, setting="nccl_ub.fallback")
-    """Outcome on all ranks if a registration fails."""
 
     def __post_init__(self) -> None:
         for each in OPTIONS.values():

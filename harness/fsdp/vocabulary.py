@@ -165,13 +165,6 @@ class Registration(Choice):
             raise ValueError(f"{error}, False, True") from None
 
 
-class Fallback(Choice):
-    """Outcome on all ranks if a registration with NCCL fails."""
-
-    error = "error", "A RuntimeError with the reason."
-    record = "record", "The run goes on without user buffers, and its record gives the reason."
-
-
 class SharpAxis(Choice):
     """Which communicator may reduce inside the network (SHARP)."""
 

@@ -166,7 +166,6 @@ def test_a_typed_knob_without_effect_is_refused(knob: str) -> None:
         "sharding.outer": "optim",
         "data.token_dtype": "uint32",
         "nccl_ub.symmetric": "false",
-        "nccl_ub.fallback": "record",
         "sharp.nvlink": "false",
         "sharp.infiniband": "false",
         "sharp.streaming": "false",

@@ -72,7 +72,6 @@ def test_an_unknown_keyword_gets_the_nearest_names(entry: typing.Any, given: dic
         ({"watchdog_timeout_s": float("nan")}, r"watchdog_timeout_s=nan is out of range"),
         ({"prefetch": None}, r"prefetch=None is of another type"),
         ({"numerics": "exat"}, r"numerics='exat' is not one of fast, deterministic, ordered, exact"),
-        ({"registration_fallback": "no"}, r"registration_fallback='no' is not one of error, record"),
         (
             {"prefetch": 2, "nccl_ub": True},
             r"prefetch=2 wants more units ahead .* valid are 0 or 1. Set prefetch=1, or",

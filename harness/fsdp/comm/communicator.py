@@ -19,7 +19,7 @@ from torch import Tensor
 
 from harness.fsdp.comm import events
 from harness.fsdp.comm.device import DeviceRuntime
-from harness.fsdp.comm.events import Label
+from harness.fsdp.comm.events import CONTROL, Label
 from harness.fsdp.options import Options
 from harness.fsdp.vocabulary import Transport
 from harness.private_torch import backend_of
@@ -162,7 +162,8 @@ class Communicator:
         self.group: dist.ProcessGroup = world if group is None else group
         self.runtime = runtime
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
-        self.is_gloo = backend_of(self.group, runtime.device).name() == "gloo"
+        self.backend: Any = backend_of(self.group, runtime.device)
+        self.is_gloo = self.backend.name() == "gloo"
         self.shm: ShmGroup | None = None
         self.why_gloo = "one rank" if self.size == 1 else f"transport={transport.name}"
         if self.is_gloo and runtime.device.type == "cpu" and transport is Transport.auto and self.size > 1:
@@ -174,8 +175,7 @@ class Communicator:
         """How buckets move: the backend, and why it is gloo where that is."""
         if self.shm is not None:
             return {"transport": "shm"}
-        backend = backend_of(self.group, self.runtime.device).name()
-        return {"transport": backend} | ({"why": self.why_gloo} if self.is_gloo else {})
+        return {"transport": self.backend.name()} | ({"why": self.why_gloo} if self.is_gloo else {})
 
     @property
     def sums_in_order(self) -> bool:
@@ -264,6 +264,13 @@ class Communicator:
             return Pending([])
         with events.begin(Label("all_reduce", purpose), [values]):
             return Pending([self.group.allreduce([values])], [values])
+
+    def all_succeeded(self, mine: bool) -> bool:
+        """True if every rank says so; no traffic of the step's. *Collective*; makes a lazy communicator exist."""
+        flag = torch.tensor([int(mine)], dtype=torch.int32, device=self.runtime.device)
+        with events.resume(CONTROL), events.waiting():
+            dist.all_reduce(flag, dist.ReduceOp.MIN, group=self.group)
+            return bool(flag.item())
 
     def largest(self, values: Tensor, purpose: str) -> Tensor:
         """Make each value, none of them NaN, the largest over the group, in place; returns them. *Collective.*"""
