@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from harness.fsdp import MixedPrecisionPolicy, ReplicaDrift, ShardedModel, fully_shard
+from harness.fsdp import MixedPrecisionPolicy, ShardedModel, fully_shard
 from harness.fsdp.runtime.gather import GatherPipeline
 from harness.fsdp.runtime.weights import Weights
 from harness.fsdp.storage import edits
@@ -228,11 +228,6 @@ def refusing(rank: int, strategy: str) -> list[str]:
     net = model.module
     before = dict(model.full_weights())
 
-    def apart() -> None:
-        with model.unsharded(net.blocks[1]):
-            if rank == 1:
-                net.blocks[1].scale.data[0] = 9
-
     def stepping() -> None:
         model(tokens_of(rank)).square().mean().backward()
         with model.unsharded():
@@ -259,7 +254,6 @@ def refusing(rank: int, strategy: str) -> list[str]:
         within: (RuntimeError, "inside the model's forward"),
         foreign: (ValueError, "not the sharded model's"),
         unknown: (TypeError, "model.get_submodule"),
-        apart: (ReplicaDrift, "All ranks must make the same edit"),
     }
     for call, (kind, says) in wanted.items():
         told += said(call, kind, says)
@@ -268,12 +262,22 @@ def refusing(rank: int, strategy: str) -> list[str]:
         model(tokens_of(rank))  # a forward that raised leaves its weights to the next one
     told += [] if strategy != ZERO3 or released(model) else ["something stays whole"]
     after = dict(model.full_weights())
-    told += [
-        n
-        for n in before
-        if not torch.equal(before[n], after[n]) and not (n.startswith("blocks.1") and strategy != ZERO3)
-    ]
-    return told
+    return told + [name for name in before if not torch.equal(before[name], after[name])]
+
+
+def of_owners(rank: int, strategy: str) -> list[str]:
+    """Where ranks edit differently, each element is what its owner has made of it, on all ranks."""
+    model, _ = built(strategy)
+    block = model.module.blocks[1]
+    with model.unsharded(block):
+        for param in block.parameters() if rank == 1 else ():
+            param.data.fill_(9)
+    with model.unsharded():
+        mine = torch.cat([param.detach().flatten() for param in block.parameters()])
+    everyone: list[Tensor] = [mine] * RANKS
+    dist.all_gather_object(everyone, mine)
+    told = [] if any(bool((each == 9).any()) for each in everyone) else ["an edit of its owner is lost"]
+    return told + ([] if strategy == "no_shard" or torch.equal(*everyone) else ["copies part"])
 
 
 def in_parts(rank: int, strategy: str) -> list[str]:
@@ -317,7 +321,9 @@ def _in_double_buffer(strategy: str) -> list[str]:
     return told + ([] if released(model) else ["something stays whole"])
 
 
-CHECKS: dict[str, Callable[..., list[str]]] = {each.__name__: each for each in (in_turn, outside, refusing, in_parts)}
+CHECKS: dict[str, Callable[..., list[str]]] = {
+    each.__name__: each for each in (in_turn, outside, refusing, of_owners, in_parts)
+}
 SEEN = [("in place", False)]
 """Torch's counters tell the next forward."""
 UNSEEN = [case for case in itertools.product(EDITS, (False, True)) if case not in SEEN]
@@ -374,17 +380,20 @@ MUTANTS = {
     "counters unread": Mutant(
         "Edits of main weights that are computed with are not looked for",
         patched(ParameterViews, "edited", lambda self: []),
-        "refusing",
+        "of_owners",
         "optim",
     ),
     "data leaves no trace": Mutant(
         "Edits through `data` of main weights that are computed with are not counted",
         patched(ShardedParameters, "count_edits", lambda self: None),
-        "refusing",
+        "of_owners",
         "optim",
     ),
-    "not compared": Mutant(
-        "Ranks may edit differently", patched(Weights, "_compare", lambda self, buckets: None), "refusing"
+    "not installed": Mutant(
+        "What ranks have edited stays what each has made of its copy",
+        patched(Weights, "install", lambda self: None),
+        "of_owners",
+        "optim",
     ),
     "readers forgotten": Mutant(
         "Weights are edited while other ranks still read them where they are",

@@ -7,23 +7,21 @@ too. On a CPU everything is received as it is installed.
 
 What was edited is told on leaving: torch counts edits of a parameter and of its `data`, and where main weights lie
 apart from the compute weights, this rank's own part shows others too (through numpy, say): it is no longer what the
-main weights give when cast. If any rank saw an edit, all compare the bits of all weights that were gathered; then each
-takes over the elements of its part that differ. Elements that nobody edited so keep the bits that the compute dtype
-does not have.
+main weights give when cast. If any rank saw an edit, each takes over the elements of its part that differ, and all
+install. Elements that nobody edited so keep the bits that the compute dtype does not have.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 
 import torch
 from torch import nn
 
 from harness.fsdp.comm.mesh import Meshes
 from harness.fsdp.comm.user_buffers import UserBuffers
-from harness.fsdp.guards.replicas import Replica, ReplicaDrift, check_equal, held_by_several
+from harness.fsdp.guards.replicas import check_equal, held_by_several
 from harness.fsdp.runtime.hooks import Hooks
 from harness.fsdp.runtime.units import Unit, buckets_of, rest
 from harness.fsdp.storage import edits
@@ -205,33 +203,18 @@ class Weights:
         return found
 
     def _take_edits(self, buckets: Sequence[ParamGroup]) -> bool:
-        """Take over edits on every rank; True if there were any. *Collective.* Raises ReplicaDrift: ranks edited
-        differently; none is kept where weights are not resident."""
+        """Have each rank take over edits of its own part; true if any rank made some. *Collective.*"""
         differing = [edits.differing(bucket) for bucket in buckets]
         seen = any(bucket.views.edited() for bucket in buckets) or any(
             bool(places.any()) for each in differing for places in each
         )
         flag = torch.tensor(int(seen), device=self.runtime.device)
-        if not int(self.meshes.dense.everyone.sum_scalars(flag, "edits of gathered weights")):
-            return False
-        try:
-            self._compare(buckets)
-        finally:
-            for bucket in buckets:
-                bucket.views.forget_edits()
+        is_edited = bool(self.meshes.dense.everyone.sum_scalars(flag, "edits of gathered weights"))
         for bucket, places in zip(buckets, differing, strict=True):
-            edits.take_over(bucket, places)
-        return True
-
-    def _compare(self, buckets: Sequence[ParamGroup]) -> None:
-        for mesh in self.meshes:
-            of_mesh = [bucket for bucket in buckets if bucket.mesh is mesh]
-            views = [(bucket, named) for bucket in of_mesh for named in bucket.named_slices(bucket.compute)]
-            replicas = [Replica(bucket.name, named[1], partial(list, [named])) for bucket, named in views]
-            try:
-                check_equal(replicas, mesh.everyone, "after an edit inside unsharded()")
-            except ReplicaDrift as error:
-                raise ReplicaDrift(f"{error}. All ranks must make the same edit inside unsharded()") from None
+            if is_edited:
+                edits.take_over(bucket, places)
+            bucket.views.forget_edits()
+        return is_edited
 
 
 def _params_in(unit: Unit) -> set[int]:
