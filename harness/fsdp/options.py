@@ -139,9 +139,8 @@ class EngineOptions:
     """Check every gradient for NaN and infinity before it is reduced; the error names tensor, rank and microbatch."""
     watchdog_timeout_s: float | None = option(None, range=Range(0, 10_000_000, "seconds", above=True), same_bits=True)
     """Seconds that a wait for a collective may last. Then every rank raises one error that names ranks, units and
-    collectives; after 60 s one rank logs who waits for whom. None is the timeout of the model's process groups
-    (init_process_group: 1800 s with gloo, 600 s with NCCL), less a tenth and at most 30 s; under the harness it is
-    four fifths of launch.hang_timeout_s."""
+    collectives. None is the timeout of the model's process groups (init_process_group: 1800 s with gloo, 600 s with
+    NCCL), less a tenth and at most 30 s; under the harness it is four fifths of launch.hang_timeout_s."""
     check_collectives: bool = option(False, same_bits=True)
     """Before each collective, check that all ranks are about to run the same one."""
     check_replicas_every: int = option(0, range=Range(0, 2**31 - 1, "steps"), same_bits=True)

@@ -62,12 +62,6 @@ def describe_hang(positions: Positions, ranks: Sequence[int], timeout_s: float, 
     return f"{cause}: {'; '.join(parts)}{advice if len(positions) == len(ranks) else ''}"
 
 
-def describe_wait(positions: Positions, ranks: Sequence[int], timeout_s: float) -> str:
-    """One line for a wait that is long and no fault yet."""
-    parts = _waiting(positions) + _absent(positions, ranks)
-    return f"{'; '.join(parts)}. This is an error after {timeout_s:g} s (watchdog_timeout_s)"
-
-
 def all_stuck(positions: Positions) -> bool:
     """True if each wait of each rank is for a collective that another rank has not begun, or not in its place.
 

@@ -29,7 +29,6 @@ ANSWER_S, VERDICT_S = 3.0, 6.0
 READ_S = 2.0
 """Seconds that other ranks are given to read a message before this one fails and perhaps ends."""
 FOREVER = timedelta(days=3650)
-CLOSED = 0
 
 _users: defaultdict[str, count[int]] = defaultdict(count)
 """Numbers the users of each group's store in order of construction, which is the same on all its ranks."""
@@ -66,19 +65,19 @@ class RollCalls:
         self._path, self._tick_s = file_of(ear), tick_s
         self.number = 1
 
-    def wait(self) -> int:
-        """Block until the roll is called; returns the reason, or CLOSED after `close`."""
+    def wait(self) -> bool:
+        """Block until the roll is called; false after `close`."""
         key, size = f"{self.number}/call/{self._rank}", 0
         while self._path is not None:
             if size != (size := os.stat(self._path).st_size) and self._ear.check([key]):
                 break
             time.sleep(self._tick_s)
         self._ear.wait([key], FOREVER)
-        return int(self._ear.get(key))
+        return bool(int(self._ear.get(key)))
 
     def close(self) -> None:
         """End this rank's `wait`."""
-        self._voice.set(f"{self.number}/call/{self._rank}", str(CLOSED))
+        self._voice.set(f"{self.number}/call/{self._rank}", "0")
 
     def answer(self, position: Position) -> str:
         """Give this rank's position; returns the verdict, "" if all go on."""
@@ -100,12 +99,12 @@ class RollCalls:
             ear.wait([f"{roll}/all read"], timedelta(seconds=READ_S))
         return str(message)
 
-    def ask(self, reason: int, judge: Callable[[dict[int, Position]], str]) -> dict[int, Position]:
-        """Call the roll and give the verdict. Returns the positions that came; {} if another rank has asked."""
+    def ask(self, judge: Callable[[dict[int, Position]], str]) -> bool:
+        """Call the roll and give the verdict on the positions that come; false if another rank has asked."""
         voice, roll = self._voice, self.number
         if voice.add(f"{roll}/asked", 1) != 1:
-            return {}
-        voice.multi_set([f"{roll}/call/{rank}" for rank in self._ranks], [str(reason)] * len(self._ranks))
+            return False
+        voice.multi_set([f"{roll}/call/{rank}" for rank in self._ranks], ["1"] * len(self._ranks))
         places = {rank: f"{roll}/position/{rank}" for rank in self._ranks}
         try:
             voice.wait([f"{roll}/all answered"], timedelta(seconds=ANSWER_S))
@@ -114,7 +113,7 @@ class RollCalls:
         texts = voice.multi_get(list(places.values()))
         positions = {rank: Position(**json.loads(text)) for rank, text in zip(places, texts, strict=True)}
         voice.set(f"{roll}/verdict", json.dumps([judge(positions), len(positions)]))
-        return positions
+        return True
 
 
 class CollectiveCheck:

@@ -6,8 +6,8 @@ the program computes. One rank makes one message of all positions, and each rank
 Then waits fail, here and through closed connections on other ranks; `explain` replaces their error by CollectiveError
 with that message. A rank that waits for nothing raises it at its next collective.
 
-Rolls are called for two more reasons, once a wait. After SUSPECT_S ranks may wait for each other, [Note: Mutual waits].
-After NOTICE_S one rank logs who waits for whom, and the wait goes on: a rank that evaluates alone is no fault.
+A roll is called for one more reason, once a wait. After SUSPECT_S ranks may wait for each other, [Note: Mutual waits].
+If they do not, the wait goes on: a rank that evaluates alone is no fault.
 
 The store lives in some process, often rank 0, which may be the one that has stopped. So a third thread asks. If it
 comes to nothing within PATIENCE_S, the rank raises what it knows alone.
@@ -23,7 +23,6 @@ import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +30,8 @@ import torch
 import torch.distributed as dist
 
 from harness.private_torch import backends_of, timeout_of
-from harness.watchdog.report import CollectiveError, Position, all_stuck, describe_hang, describe_wait
-from harness.watchdog.store import CLOSED, CollectiveCheck, RollCalls, stores_of
+from harness.watchdog.report import CollectiveError, Position, all_stuck, describe_hang
+from harness.watchdog.store import CollectiveCheck, RollCalls, stores_of
 from harness.watchdog.waits import FlightRecorder, Wait, Waits
 
 LOG = logging.getLogger(__name__)
@@ -41,13 +40,13 @@ TICK_S = 0.5
 PATIENCE_S = 10.0
 """Seconds that ranks may take to agree: more than a roll and the one before it do."""
 SILENCE = f"the store of the process group does not answer within {PATIENCE_S:g} s: who keeps it has stopped"
-SUSPECT_S, NOTICE_S = 5.0, 60.0
+SUSPECT_S = 5.0
 MARGIN_S = 30.0
 """Seconds, a tenth of the timeout at most, that ranks have to agree on a message before the backend gives up."""
 EXIT_S = 5.0
 """Seconds that the program's end waits for a thread: one that leaves a call of torch later aborts the interpreter."""
 NEVER_SENT = (1 << 31) - 3
-SUSPICION, NOTICE, ALARM = 1, 2, 3
+SUSPICION, ALARM = 1, 2
 """Reasons of a roll call."""
 BACKEND = ("gloo", "NCCL", "pair closure", "Connection", "different collectives", "imed out", "Wait timeout")
 """Words of errors that say a collective failed, rather than the program is wrong."""
@@ -230,7 +229,7 @@ class Watchdog:
                 known = describe_hang({self.rank: self.position()}, [self.rank], self.timeout_s)
                 self._conclude(f"{known}; other ranks could not be asked: {self._silence}")
             elif reason and not self._is_answering and not asking.is_alive():
-                asking = _thread(partial(self._ask, reason), "watchdog-asks")
+                asking = _thread(self._ask, "watchdog-asks")
             self._wake.wait(self.tick_s)
             self._wake.clear()
         if asking.ident is not None:
@@ -240,22 +239,19 @@ class Watchdog:
 
     def _listen(self) -> None:
         with suppress(Exception):  # the store is gone: the run is over, or a wait will fail and say why
-            while not self._is_closed and (reason := self._rolls.wait()) != CLOSED:
+            while not self._is_closed and self._rolls.wait():
                 self._is_answering = True
-                if message := self._rolls.answer(self._answer(reason)):
+                if message := self._rolls.answer(self._answer()):
                     return self._conclude(message)
                 self._is_answering = False
 
-    def _ask(self, reason: int) -> None:
+    def _ask(self) -> None:
         if self._failure is not None:
             self._concluded.wait(self.tick_s)  # other ranks see errors of their own
         try:
-            positions = self._rolls.ask(reason, self._verdict)
+            self._rolls.ask(self._verdict)
         except Exception as error:
             self._silence = str(error).splitlines()[0]
-            return
-        if reason == NOTICE and positions and not self._verdict(positions):
-            LOG.warning(describe_wait(positions, self.ranks, self.timeout_s))
 
     def _reason(self) -> int:
         """The most urgent reason to call a roll; 0: none."""
@@ -265,16 +261,13 @@ class Watchdog:
     def _reason_of(self, wait: Wait, seconds: float) -> int:
         if seconds > self.timeout_s:
             return ALARM
-        if seconds > NOTICE_S and not wait.is_noticed:
-            return NOTICE
         # Later than a wait counts, so that ranks which began about now need not ask again.
         is_long = self._suspects and wait.is_main and seconds > 1.2 * SUSPECT_S
         return SUSPICION if is_long and not wait.is_suspected else 0
 
-    def _answer(self, reason: int) -> Position:
+    def _answer(self) -> Position:
         """This rank's position, for which no rank need ask again."""
         for wait in self.waits.all():
-            wait.is_noticed |= reason == NOTICE
             wait.is_suspected |= time.monotonic() - wait.since > SUSPECT_S
         return self.position()
 

@@ -218,37 +218,6 @@ def test_a_watchdog_that_does_not_look_is_found(name: str) -> None:
     assert message.startswith("a collective did not come about within 2 s")
 
 
-# -- a rank that works alone for long ----------------------------------------------------------------------------------
-
-ALONE_S = 3.0
-"""Longer than the notice, the suspicion and two looks take."""
-GROUP_S = 18
-"""The groups' timeout less a tenth."""
-
-
-def working_alone(rank: int) -> tuple[list[str], Told]:
-    """Lines logged while rank 0 worked alone, and the outcome of the step."""
-    with logged() as lines, mock.patch.multiple(watchdog, NOTICE_S=1.0, SUSPECT_S=SUSPECT_S):
-        group = dist.new_group([0, 1, 2], timeout=timedelta(seconds=GROUP_S / 0.9))
-        _, wrapped, optimizer = build(group, "optim_grads_params")
-        dist.barrier()
-        if rank == 0:
-            time.sleep(ALONE_S)  # saves, say
-        told = provoke(lambda: step(wrapped, optimizer))
-        dist.barrier()
-        wrapped.close()
-    return lines, told
-
-
-def test_one_line_says_who_waits_for_whom_and_the_step_goes_on() -> None:
-    found = run_ranks(working_alone, 3)
-    assert [told.error for _, told in found] == ["", "", ""], found
-    assert found[0][0] == [], "who works alone says nothing"
-    (line,) = (line for lines, _ in found for line in lines)
-    for part in ("ranks 1, 2 wait since ", "in all_gather ", "rank 0 has not come: ", f"after {GROUP_S} s (watchdog"):
-        assert part in line
-
-
 # -- all is well -------------------------------------------------------------------------------------------------------
 
 

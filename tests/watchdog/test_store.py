@@ -18,7 +18,6 @@ from harness.fsdp import fully_shard
 from harness.watchdog import CollectiveError, Watchdog, ranks_text, store
 from harness.watchdog.report import Position, describe_hang
 from harness.watchdog.store import CollectiveCheck, RollCalls
-from harness.watchdog.watchdog import ALARM
 from tests.support.mutants import Slip, each
 from tests.support.spawn import run_ranks
 from tests.watchdog.ranks import Counted, together, watchdogs, without_threads
@@ -56,11 +55,11 @@ def called(ranks: int) -> tuple[int, list[Any]]:
     made = rolls(ranks, found := counted())
 
     def answer(one: RollCalls) -> str:
-        assert one.wait() == ALARM
+        assert one.wait()
         return one.answer(position)
 
     def ask(one: RollCalls) -> bool:
-        return bool(one.ask(ALARM, lambda positions: describe_hang(positions, range(ranks), 60.0)))
+        return one.ask(lambda positions: describe_hang(positions, range(ranks), 60.0))
 
     callers: Callable[[], Any] = lambda: sum(together([partial(ask, one) for one in made[:2]], 0))  # noqa: E731
     asked, *messages = together([callers, *(partial(answer, one) for one in made)])

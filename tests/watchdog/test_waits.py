@@ -1,8 +1,7 @@
-"""Waits of a rank: on a device, long ones, and those that a rank may count in a search for deadlocks."""
+"""Waits of a rank: on a device, and those that a rank may count in a search for deadlocks."""
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
@@ -15,9 +14,9 @@ import torch.distributed as dist
 
 from harness.watchdog import CollectiveError, Watchdog, watchdog
 from harness.watchdog.waits import Waits
-from tests.support.mutants import Slip, each, slips
+from tests.support.mutants import Slip, each
 from tests.support.spawn import run_ranks
-from tests.watchdog.ranks import logged, together, watchdogs, without_threads
+from tests.watchdog.ranks import together, watchdogs, without_threads
 
 LIMIT_S = 1.0
 
@@ -174,62 +173,6 @@ def suspects(limit_s: float, *groups: list[int]) -> bool:
         dog = Watchdog(list(groups), limit_s, records=False)  # type: ignore[arg-type]
         dog.close()
         return dog._suspects
-
-
-# -- a rank that works alone for long ----------------------------------------------------------------------------------
-
-NOTICE_S = 0.3
-NOTICE_SLIPS = slips(
-    """
-    nobody asks: Nothing is said of a wait, however long it is
-        watchdog.watchdog.Watchdog._reason_of: seconds > NOTICE_S and not wait.is_noticed => False
-    who answers is not waited for: The line is made of the answers that are there at once
-        watchdog.store.RollCalls.ask: timedelta(seconds=ANSWER_S) => timedelta(milliseconds=1)
-    who works is not asked: Ranks that do not wait long do not say where they are, and are taken for silent ones
-        watchdog.watchdog.Watchdog._listen: if message := self._rolls.answer(self._answer(reason))
-            => if message := self._reason() and self._rolls.answer(self._answer(reason))
-    again and again: The same wait is told again every few seconds
-        watchdog.watchdog.Watchdog._answer: wait.is_noticed |= reason == NOTICE => pass
-    """
-)
-
-
-def notices() -> list[str]:
-    """Lines of three watchdogs of one process, two of which wait for longer than the notice."""
-
-    def where() -> str:
-        time.sleep(0.05)
-        return "here"
-
-    with (
-        logged() as lines,
-        mock.patch.object(watchdog, "NOTICE_S", NOTICE_S),
-        mock.patch.object(watchdog, "TICK_S", 0.05),
-    ):
-        dogs = watchdogs(3, dist.HashStore(), 18.0, where=where)
-        for dog in dogs[1:]:
-            dog.enter(("all_gather a",))
-        time.sleep(NOTICE_S + 1.0)
-        for dog in dogs:
-            dog.close()
-    return lines
-
-
-def wrong_notice(lines: list[str]) -> list[str]:
-    if len(lines) != 1:
-        return [f"{len(lines)} lines: {lines}"]
-    parts = ("ranks 1, 2 wait since ", "in all_gather ", "rank 0 has not come: it is ", "after 18 s (watchdog")
-    return [f"{part!r} is not in {lines[0]!r}" for part in parts if part not in lines[0]]
-
-
-def test_one_rank_says_who_waits_for_whom() -> None:
-    assert wrong_notice(notices()) == []
-
-
-@pytest.mark.parametrize("name", each("Deadlocks", NOTICE_SLIPS))
-def test_what_says_nothing_or_too_much_of_a_long_wait_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    NOTICE_SLIPS[name].put(monkeypatch)
-    assert wrong_notice(notices())
 
 
 # -- the limit ---------------------------------------------------------------------------------------------------------
