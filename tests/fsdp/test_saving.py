@@ -316,14 +316,6 @@ def loading_early(rank: int, strategy: str) -> list[str]:
     return [] if torch.allclose(found, plain.eval()(data(0, rank)), atol=1e-5) else ["a forward with loaded weights"]
 
 
-class Sparse(Normed):
-    """With a buffer that is no block of memory."""
-
-    def __init__(self, seed: int = 3) -> None:
-        super().__init__(seed)
-        self.register_buffer("graph", torch.eye(3).to_sparse())
-
-
 def parted(rank: int, strategy: str) -> list[str]:
     """Arguments that are others on other ranks are told before anything is sharded."""
     other = "optim" if strategy != "optim" else "no_shard"
@@ -332,16 +324,11 @@ def parted(rank: int, strategy: str) -> list[str]:
 
 
 def uneven(rank: int, strategy: str) -> list[str]:
-    """Buffers that are others on other ranks are told at the start; sparse ones are saved."""
+    """Buffers of other shapes on other ranks are told at the start."""
     longer = Normed()
     longer.register_buffer("cache", torch.zeros(2 + rank))
     says = r"buffer cache is float32 \[2\] on rank 0, float32 \[3\] on rank 1"
-    told = said(lambda: shard(Pair(strategy, ""), longer), RanksDisagree, says)
-    module = Sparse()
-    module.graph = module.graph * (1 + rank)
-    model, _ = shard(Pair(strategy, ""), module)
-    told += [] if torch.equal(model.state_dict()["graph"].to_dense(), torch.eye(3)) else ["not the first rank's"]
-    return told + ([] if model.load_state_dict(model.state_dict()) == ([], []) else ["a sparse buffer is not loaded"])
+    return said(lambda: shard(Pair(strategy, ""), longer), RanksDisagree, says)
 
 
 CHECKS: dict[str, Callable[[int, str], list[str]]] = {
@@ -405,11 +392,6 @@ MUTANTS = {
         "async_save takes a shard for memory that it knows, and keeps what changes meanwhile",
         lambda: mock.patch.object(RaggedTensor, "data_ptr", lambda self: self._local_tensor.data_ptr()),
         "saving_beside",
-    ),
-    "sparse ones": Mutant(
-        "A sparse buffer is saved as each rank has it",
-        lambda: mock.patch.object(Communicator, "_sparse_from_first", lambda self, value, purpose: value),
-        "uneven",
     ),
     "other arguments": Mutant(
         "Each rank shards as it is told, whatever others are told",

@@ -32,11 +32,16 @@ class Cut:
     Every collective of a step asks what holds of all chunks, and there may be thousands: it is found once, as whoever
     cuts the same tensor again keeps its cut.
 
-    spans: of each rank's chunk, begin and end (elements).
+    spans: of each rank's chunk, begin and end (elements). covers: begin and end of all chunks together; None where they
+    do not lie one after another.
     """
 
     def __init__(self, spans: Iterable[tuple[int, int]]) -> None:
         self.spans = tuple(spans)
+        self.sizes = [end - begin for begin, end in self.spans]
+        self.longest, self.is_even = max(self.sizes), len(set(self.sizes)) == 1
+        are_closed_up = all(one[1] == following[0] for one, following in pairwise(self.spans))
+        self.covers = (self.spans[0][0], self.spans[-1][1]) if are_closed_up else None
 
     @classmethod
     def at(cls, bounds: Sequence[int]) -> Cut:
@@ -44,33 +49,9 @@ class Cut:
         return cls(pairwise(bounds))
 
     @cached_property
-    def sizes(self) -> list[int]:
-        return [end - begin for begin, end in self.spans]
-
-    @cached_property
     def closed_up(self) -> Cut:
         """Chunks of the same lengths that lie one after another, from 0 on."""
         return Cut.at([0, *accumulate(self.sizes)])
-
-    @cached_property
-    def longest(self) -> int:
-        return max(self.sizes)
-
-    @cached_property
-    def is_even(self) -> bool:
-        return len(set(self.sizes)) == 1
-
-    @cached_property
-    def covers(self) -> tuple[int, int] | None:
-        """Begin and end of all chunks together; None where they do not lie one after another."""
-        if any(one[1] != following[0] for one, following in pairwise(self.spans)):
-            return None
-        return self.spans[0][0], self.spans[-1][1]
-
-    @cached_property
-    def spacing(self) -> int:
-        """How far each chunk begins behind the one before it, where they lie apart: all have one length then."""
-        return self.spans[1][0] - self.spans[0][0]
 
 
 class Part(NamedTuple):
@@ -87,8 +68,9 @@ class Part(NamedTuple):
         """All chunks as one view: flat where they lie one after another, else [ranks, length of each]."""
         if (covers := self.cut.covers) is not None:
             return self.tensor[covers[0] : covers[1]]
-        begin = self.tensor.storage_offset() + self.cut.spans[0][0]
-        return self.tensor.as_strided((len(self.cut.spans), self.cut.longest), (self.cut.spacing, 1), begin)
+        (first, _), (second, _), *_ = self.cut.spans  # of one length where they lie apart
+        begin = self.tensor.storage_offset() + first
+        return self.tensor.as_strided((len(self.cut.spans), self.cut.longest), (second - first, 1), begin)
 
     def by_rank(self) -> list[Tensor]:
         if (covers := self.cut.covers) is None:
@@ -237,8 +219,6 @@ class Communicator:
         value = value.detach()
         if self.size == 1:
             return value
-        if value.layout is not torch.strided:
-            return self._sparse_from_first(value, purpose)
         shared = value.to(self.runtime.device, copy=True, memory_format=torch.contiguous_format)
         if shared.numel():
             with events.begin(Label("broadcast", purpose), [shared]), events.waiting():
@@ -246,24 +226,23 @@ class Communicator:
                 dist.broadcast(shared.reshape(-1).view(torch.uint8), group=self.group, group_src=0)
         return shared
 
-    def _sparse_from_first(self, value: Tensor, purpose: str) -> Tensor:
-        dense = self.from_first(value.to_dense(), purpose)
-        is_blocked = value.layout in (torch.sparse_bsr, torch.sparse_bsc)
-        return dense.to_sparse(layout=value.layout, blocksize=tuple(value.values().shape[1:3]) if is_blocked else None)
-
-    def sum_scalars(self, values: Tensor, purpose: str) -> Tensor:
-        """Sum a few fp64 or int64 values over the group, in place; returns them."""
+    def sum_scalars(self, values: Tensor, purpose: str, operation: Any = dist.ReduceOp.SUM) -> Tensor:
+        """Sum (or another operation) a few fp64 or int64 values over the group, in place; returns them."""
         if self.size > 1:
             with events.waiting(Label("all_reduce", purpose)):
-                self.begin_sum(values, purpose).wait()
+                self.begin_sum(values, purpose, operation).wait()
         return values
 
-    def begin_sum(self, values: Tensor, purpose: str) -> Pending:
+    def begin_sum(self, values: Tensor, purpose: str, operation: Any = dist.ReduceOp.SUM) -> Pending:
         """As `sum_scalars`; the values are sums once this is waited for."""
         if self.size == 1:
             return Pending([])
         with events.begin(Label("all_reduce", purpose), [values]):
-            return Pending([self.group.allreduce([values])], [values])
+            return Pending([dist.all_reduce(values, operation, self.group, async_op=True)], [values])
+
+    def largest(self, values: Tensor, purpose: str) -> Tensor:
+        """Make each value, none of them NaN, the largest over the group, in place; returns them. *Collective.*"""
+        return self.sum_scalars(values, purpose, dist.ReduceOp.MAX)
 
     def all_succeeded(self, mine: bool) -> bool:
         """True if every rank says so; no traffic of the step's. *Collective*; makes a lazy communicator exist."""
@@ -271,13 +250,6 @@ class Communicator:
         with events.resume(CONTROL), events.waiting():
             dist.all_reduce(flag, dist.ReduceOp.MIN, group=self.group)
             return bool(flag.item())
-
-    def largest(self, values: Tensor, purpose: str) -> Tensor:
-        """Make each value, none of them NaN, the largest over the group, in place; returns them. *Collective.*"""
-        if self.size > 1:
-            with events.begin(Label("all_reduce", purpose), [values]), events.waiting():
-                dist.all_reduce(values, dist.ReduceOp.MAX, group=self.group)
-        return values
 
 
 @dataclass

@@ -31,7 +31,7 @@ def values_of_first_rank(module: nn.Module, meshes: Meshes) -> InitialValue:
     params = dict(module.named_parameters())
     for name, buffer in module.named_buffers():
         value = meshes.everyone.from_first(buffer, f"initial {name}")
-        if buffer.layout is not torch.strided or not torch.equal(value, buffer.to(value.device)):
+        if not torch.equal(value, buffer.to(value.device)):
             buffer.copy_(value)
 
     def initial(name: str, shape: torch.Size) -> Tensor:
