@@ -49,7 +49,7 @@ def row(kind: Kind, a: Tile, b: Tile, device: torch.device) -> dict[str, Any]:
 def error(kind: Kind, a: Tile, b: Tile, size: tuple[int, int, int], device: torch.device) -> float:
     """Largest difference from the emulation, beside the sum of the terms' magnitudes."""
     rows, columns, summed = size
-    scaling = Scaling.exponent if a.columns == 32 else Scaling.exact if a.columns is None else Scaling.power_of_two
+    scaling = Scaling.exact if a.columns is None else Scaling.power_of_two
     left, right = (
         quantize(torch.randn(count, summed, device=device), E4M3, tile, scaling)
         for count, tile in ((rows, a), (columns, b))

@@ -9,27 +9,23 @@ The first product of a kind on a device is tried with numbers whose product is e
 warning says so, and products of that kind are emulated from then on.
 
 Sources of the layouts of scales: torch's checks of its arguments (`aten/src/ATen/native/cuda/ScaledBlas.cpp`, and for
-tensors without memory `torch/_meta_registrations.py`); cuBLAS documentation, "1D block scaling for FP8 and FP4 data
-types" for the order of exponents.
+tensors without memory `torch/_meta_registrations.py`).
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.nn.functional import ScalingType, SwizzleType
+from torch.nn.functional import ScalingType
 
 from harness.fp8.quantize import E4M3, WHOLE, Quantized, Tile
 
 _LINE, _SQUARE = Tile(1, 128), Tile(128, 128)
-_MX_LINE, _MX_SQUARE = Tile(1, 32), Tile(32, 32)
-_SWIZZLE = SwizzleType.NO_SWIZZLE, SwizzleType.SWIZZLE_32_4_4
 
 
 @dataclass(frozen=True)
@@ -59,8 +55,7 @@ class Kind:
 
 TENSORWISE = Kind("scaled_mm with one scale", ((WHOLE,), (WHOLE,)), 16, (8, 9), cuda=(0, 0))
 BLOCKWISE = Kind("scaled_mm with scales of 1x128 and 128x128", ((_LINE,), (_LINE, _SQUARE)), 128, (9, 0), (9, 1))
-MX = Kind("scaled_mm with MX scales", ((_MX_LINE,), (_MX_LINE, _MX_SQUARE)), 128, (10, 0))
-KINDS = (TENSORWISE, BLOCKWISE, MX)
+KINDS = (TENSORWISE, BLOCKWISE)
 
 
 def multiply(a: Quantized, b: Quantized) -> Tensor:
@@ -83,11 +78,8 @@ def emulate(a: Quantized, b: Quantized) -> Tensor:
 def scaled_mm(kind: Kind, a: Quantized, b: Quantized) -> Tensor:
     """As `multiply`, by a kind that takes the tiles of both, without fast accumulation; zeros fill up sizes."""
     left, right = _filled(a, kind.multiple), _filled(b, kind.multiple)
-    scales = *_LAYOUTS[kind](left), *_LAYOUTS[kind](right)
-    how = _SWIZZLE[kind is MX]
-    product = functional.scaled_mm(
-        left.payload, right.payload.t(), *scales, swizzle_a=how, swizzle_b=how, output_dtype=torch.float32
-    )
+    scales = *_scales(left), *_scales(right)
+    product = functional.scaled_mm(left.payload, right.payload.t(), *scales, output_dtype=torch.float32)
     return product[: a.payload.shape[0], : b.payload.shape[0]]
 
 
@@ -103,33 +95,15 @@ def _filled(matrix: Quantized, multiple: int) -> Quantized:
     return Quantized(payload, scale_inv, matrix.tile)
 
 
-_Scales = tuple[Tensor, ScalingType]
-
-
-def _blocks(matrix: Quantized) -> _Scales:
+def _scales(matrix: Quantized) -> tuple[Tensor, ScalingType]:
     """Scales of lines lie as [rows, columns / 128], column by column; those of squares as [columns / 128, rows / 128],
     the first rounded up to a multiple of 4, column by column."""
+    if matrix.tile == WHOLE:
+        return matrix.scale_inv.reshape(1), ScalingType.TensorWise
     if matrix.tile == _LINE:
         return matrix.scale_inv.t().contiguous().t(), ScalingType.BlockWise1x128
     missing = -matrix.scale_inv.shape[1] % 4
     return functional.pad(matrix.scale_inv, (0, missing), value=1.0).contiguous().t(), ScalingType.BlockWise128x128
-
-
-def _exponents(matrix: Quantized) -> _Scales:
-    """One e8m0 for each line of 32, in tiles of 128 x 4 of them that lie one after the other; within a tile, exponent
-    (row, column) is number `row % 32 * 16 + row // 32 * 4 + column`."""
-    lines = matrix.scale_inv if matrix.tile == _MX_LINE else matrix.scale_inv.repeat_interleave(32, dim=0)
-    down, across = lines.shape[0] // 128, -(-lines.shape[1] // 4)
-    padded = functional.pad(lines, (0, across * 4 - lines.shape[1]), value=1.0)
-    tiles = padded.view(down, 4, 32, across, 4).permute(0, 3, 2, 1, 4)
-    return tiles.to(torch.float8_e8m0fnu).reshape(-1), ScalingType.BlockWise1x32
-
-
-_LAYOUTS: dict[Kind, Callable[[Quantized], _Scales]] = {
-    TENSORWISE: lambda matrix: (matrix.scale_inv.reshape(1), ScalingType.TensorWise),
-    BLOCKWISE: _blocks,
-    MX: _exponents,
-}
 
 
 @cache

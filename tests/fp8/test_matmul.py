@@ -4,8 +4,6 @@ cuBLAS documents it. No GPU is at hand here; `make gpu` multiplies on one."""
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
 
@@ -14,13 +12,13 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
-from torch.nn.functional import ScalingType, SwizzleType
+from torch.nn.functional import ScalingType
 
 from harness.fp8 import matmul
-from harness.fp8.matmul import BLOCKWISE, KINDS, MX, TENSORWISE, Kind, emulate, is_right, scaled_mm
+from harness.fp8.matmul import BLOCKWISE, KINDS, TENSORWISE, Kind, emulate, is_right, scaled_mm
 from harness.fp8.quantize import E4M3, E5M2, WHOLE, Quantized, Scaling, Tile, quantize
 from harness.fp8.recipes import RECIPES
-from tests.support.mutants import each
+from tests.support.mutants import each, slips
 
 CPU = torch.device("cpu")
 ROUNDING = 1e-5
@@ -30,8 +28,6 @@ PAIRS = [
     (TENSORWISE, WHOLE, WHOLE),
     (BLOCKWISE, Tile(1, 128), Tile(128, 128)),
     (BLOCKWISE, Tile(1, 128), Tile(1, 128)),
-    (MX, Tile(1, 32), Tile(1, 32)),
-    (MX, Tile(1, 32), Tile(32, 32)),
 ]
 SIZES = [(37, 256, 384), (24, 128, 128), (5, 384, 640), (256, 128, 1280)]
 LINES = [(128, 256, 41), (256, 384, 7)]
@@ -46,11 +42,7 @@ def read(scale: Tensor, how: ScalingType, rows: int, summed: int) -> Tensor:
         return flat[torch.zeros_like(row * column)]
     if how is ScalingType.BlockWise1x128:
         return flat[row + column // 128 * rows]
-    if how is ScalingType.BlockWise128x128:
-        return flat[column // 128 + row // 128 * (-(-summed // 512) * 4)]
-    across = -(-summed // 128)
-    tile = row // 128 * across + column // 128
-    return flat[tile * 512 + row % 32 * 16 + row % 128 // 32 * 4 + column // 32 % 4]
+    return flat[column // 128 + row // 128 * (-(-summed // 512) * 4)]
 
 
 def kernel(
@@ -62,8 +54,6 @@ def kernel(
         there = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cuda") for t in given]
         shape = CHECKED(there[0], there[1], there[2], how_a, there[3], how_b, **named).shape
     assert named["output_dtype"] is torch.float32
-    assert named["swizzle_a"] is named["swizzle_b"]
-    assert (named["swizzle_a"] is SwizzleType.SWIZZLE_32_4_4) == (how_a is ScalingType.BlockWise1x32)
     left = a.float() * read(scale_a, how_a, a.shape[0], a.shape[1])
     right = b.t().float() * read(scale_b, how_b, b.shape[1], b.shape[0])
     product = left @ right.t()
@@ -75,10 +65,9 @@ def matrix(tile: Tile, rows: int, columns: int, *, transposed: bool = False) -> 
     """Of numbers whose tiles have scales far apart; transposed: of one quantized the other way."""
     size = torch.randn(-(-rows // 32), -(-columns // 32)).mul(4).exp()
     values = torch.randn(rows, columns) * size.repeat_interleave(32, 0)[:rows].repeat_interleave(32, 1)[:, :columns]
-    scaling = Scaling.exponent if 32 in (tile.rows, tile.columns) else Scaling.power_of_two
     if transposed:
-        return quantize(values.t().contiguous(), E4M3, tile.t, scaling).t
-    return quantize(values, E4M3, tile, scaling)
+        return quantize(values.t().contiguous(), E4M3, tile.t, Scaling.power_of_two).t
+    return quantize(values, E4M3, tile, Scaling.power_of_two)
 
 
 def differing(pairs: list[tuple[Kind, Tile, Tile]] = PAIRS) -> list[str]:
@@ -101,12 +90,13 @@ def test_scales_lie_where_the_device_reads_them() -> None:
     assert differing() == []
 
 
-def test_every_product_of_every_recipe_has_a_kind() -> None:
-    """Forward, and both products of the backward, as `Fp8Linear` forms them."""
+def test_every_product_of_every_recipe_but_mx_has_a_kind() -> None:
+    """Forward, and both products of the backward, as `Fp8Linear` forms them; those of MX are emulated."""
     for recipe in RECIPES.values():
         x, w, g = (each.tile for each in recipe.operands)
         for a, b in ((x, w), (g, w), (g, x)):  # as each lies with the summed dimension last
-            assert sum(kind.takes(a, b) for kind in KINDS) == 1, recipe.name
+            kinds = sum(kind.takes(a, b) for kind in KINDS)
+            assert kinds == (0 if recipe.scaling is Scaling.exponent else 1), recipe.name
 
 
 def test_the_cpu_multiplies_matrices_of_one_scale() -> None:
@@ -125,8 +115,7 @@ def test_the_cpu_multiplies_matrices_of_one_scale() -> None:
         ((8, 9), "13.0", [TENSORWISE]),
         ((9, 0), "12.8", [TENSORWISE]),
         ((9, 0), "13.0", [TENSORWISE, BLOCKWISE]),
-        ((10, 0), "12.9", [TENSORWISE, MX]),
-        ((12, 0), "13.0", [TENSORWISE, MX]),
+        ((10, 0), "12.9", [TENSORWISE]),
     ],
 )
 def test_which_device_has_which_kind(capability: tuple[int, int], cuda: str, kinds: list[Kind]) -> None:
@@ -157,33 +146,25 @@ def test_a_device_that_is_wrong_or_raises_is_not_used() -> None:
             assert not is_right(kind, a, b, CPU)
 
 
-def _of_rows(matrix: Quantized) -> Any:
-    return matrix.scale_inv.contiguous(), ScalingType.BlockWise1x128
+MUTANTS = slips(
+    """
+    scales of rows: Scales of lines lie row by row
+        fp8.matmul._scales: matrix.scale_inv.t().contiguous().t(), => matrix.scale_inv.contiguous(),
+    squares across: Scales of squares lie row by row
+        fp8.matmul._scales: value=1.0).contiguous().t(), => value=1.0).contiguous(),
+    squares unfilled: Scales of squares are not filled up to a multiple of 4
+        fp8.matmul._scales: (0, missing) => (0, 0)
+    """
+)
 
 
-def _in_order(matrix: Quantized) -> Any:
-    lines = matrix.scale_inv if matrix.tile == Tile(1, 32) else matrix.scale_inv.repeat_interleave(32, dim=0)
-    more = functional.pad(lines, (0, -lines.shape[1] % 4), value=1.0)
-    return more.to(torch.float8_e8m0fnu).reshape(-1), ScalingType.BlockWise1x32
-
-
-def _layout(kind: Kind, wrong: Callable[[Quantized], Any]) -> Callable[[], AbstractContextManager[Any]]:
-    return lambda: mock.patch.dict(matmul._LAYOUTS, {kind: wrong})
-
-
-MUTANTS = {
-    "exponents in order": ("Exponents lie row by row", _layout(MX, _in_order)),
-    "scales of rows": ("Scales of lines lie row by row", _layout(BLOCKWISE, _of_rows)),
-}
-
-
-@pytest.mark.parametrize("name", each("FP8 products of a GPU", ((n, m[0]) for n, m in MUTANTS.items())))
-def test_a_mutant_is_found(name: str) -> None:
-    with MUTANTS[name][1]():
-        try:
-            told = differing()
-        except RuntimeError as error:
-            told = [str(error)]
+@pytest.mark.parametrize("name", each("FP8 products of a GPU", MUTANTS))
+def test_a_mutant_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    MUTANTS[name].put(monkeypatch)
+    try:
+        told = differing()
+    except RuntimeError as error:
+        told = [str(error)]
     assert told
 
 
