@@ -24,7 +24,7 @@ from harness.fsdp.comm.reduction import Integers
 from harness.fsdp.comm.user_buffers import UserBuffers
 from harness.fsdp.guards.nonfinite import GradientGuard
 from harness.fsdp.guards.replicas import check_agreed, check_copies, check_plan
-from harness.fsdp.guards.watches import Watchdog, end_watch, watch_groups
+from harness.fsdp.guards.watches import ModelWatchdog, end_watch, watch_groups
 from harness.fsdp.options import Options
 from harness.fsdp.policy import MixedPrecisionPolicy
 from harness.fsdp.runtime.gather import pipeline_of
@@ -192,7 +192,7 @@ class Engine:
             num_ranks=self.meshes.dense.everyone.size,
         )
 
-    def _watch(self) -> Watchdog | None:
+    def _watch(self) -> ModelWatchdog | None:
         meshes, options = self.meshes, self.options
         groups = [meshes.dense.everyone.group, *(comm.group for mesh in meshes for comm in mesh.communicators)]
         groups += [] if meshes.tensor is None else [meshes.tensor.group, meshes.everyone.group]

@@ -259,7 +259,7 @@ def trained(rank: int) -> list[tuple[bool, int, int]]:
             if not alive:
                 break
             time.sleep(0.05)
-        found.append((same, len(events._watchers), alive))
+        found.append((same, len(events._observers), alive))
     return found
 
 

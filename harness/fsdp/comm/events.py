@@ -56,9 +56,6 @@ class _OfThread(threading.local):
 
 _local = _OfThread()
 _observers: list[Observer] = []
-_watchers: list[Any] = []
-"""Each with `begin(label, data)`, `enter(labels, group)`, `leave(token)` and `explain(error)`, as
-`harness.watchdog.Watchdog` has them: the first two may raise where a collective will not come about."""
 
 
 def current() -> Label | None:
@@ -68,7 +65,7 @@ def current() -> Label | None:
 class begin:  # used as a function, as what follows: a class is entered in a third of a generator's time
     """Announce a logical collective and label the operations it issues here.
 
-    data: tensors, or parts of them, of the same lengths and dtypes on all ranks; only watchers look at them.
+    data: tensors, or parts of them, of the same lengths and dtypes on all ranks; only watchdogs look at them.
     """
 
     __slots__ = ("_before", "_data", "_label", "_mark")
@@ -78,11 +75,8 @@ class begin:  # used as a function, as what follows: a class is entered in a thi
         self._label, self._data = label, data
 
     def __enter__(self) -> None:
-        if self.announces:
-            for watcher in _watchers:
-                watcher.begin(self._label, self._data)
-            for observer in _observers:
-                observer.collective(*self._label)
+        for observer in _observers if self.announces else ():
+            observer.begin(self._label, self._data)
         self._before, _local.label = _local.label, self._label
         self._mark = marked(*self._label) if is_profiled() else None
         if self._mark is not None:
@@ -92,8 +86,7 @@ class begin:  # used as a function, as what follows: a class is entered in a thi
         _local.label = self._before
         if self._mark is not None:
             self._mark.__exit__(kind, error, trace)
-        if isinstance(error, Exception):
-            _raise_explained(error)
+        _raise_explained(error)
 
 
 class resume(begin):
@@ -109,27 +102,15 @@ def offer(num_bytes: int) -> None:
         observer.sent(*(_local.label or ("send", "")), num_bytes)
 
 
-def watch(watcher: Any) -> None:
-    """Let `watcher` observe collectives and waits, until `unwatch`."""
-    _watchers.append(watcher)
-
-
-def unwatch(watcher: Any) -> None:
-    """Observe no longer; a second call does nothing."""
-    if watcher in _watchers:
-        _watchers.remove(watcher)
-
-
 def explained(error: Exception) -> Exception:
-    """Error of a collective as watchers explain it, or itself."""
-    for watcher in _watchers:
-        error = watcher.explain(error)
+    """Error of a collective as observers explain it, or itself."""
+    for observer in _observers:
+        error = observer.explain(error)
     return error
 
 
-def _raise_explained(error: Exception) -> None:
-    """Raise what watchers make of an error of a collective, where they know more than it says."""
-    if (clearer := explained(error)) is not error:
+def _raise_explained(error: BaseException | None) -> None:
+    if isinstance(error, Exception) and (clearer := explained(error)) is not error:
         raise clearer from error
 
 
@@ -140,37 +121,26 @@ class waiting:
     long, every rank raises CollectiveError, as for a collective of the engine.
     """
 
-    __slots__ = ("_began", "_group", "_mark", "_tokens", "_waited")
+    __slots__ = ("_group", "_mark", "_tokens", "_waited")
 
     def __init__(self, *waited: Label | str, group: dist.ProcessGroup | None = None) -> None:
         self._waited, self._group = waited, group
-        self._began: float | None = None
-        self._mark: record_function | None = None
 
     def __enter__(self) -> None:
-        if not (_observers or _watchers or is_profiled()):
-            return
-        self._began = time.perf_counter()
         waited = self._waited or ((_local.label,) if _local.label is not None else ())
-        self._tokens = [(watcher, watcher.enter(waited, self._group)) for watcher in _watchers]
-        if waited and is_profiled():
-            self._mark = marked("wait", ", ".join(map(str, waited)))
+        self._tokens = [(observer, observer.enter(waited, self._group)) for observer in _observers]
+        self._mark = marked("wait", ", ".join(map(str, waited))) if waited and is_profiled() else None
+        if self._mark is not None:
             self._mark.__enter__()
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._mark is not None:
             self._mark.__exit__(kind, error, trace)
-        if self._began is None:
-            return
         try:
-            if isinstance(error, Exception):
-                _raise_explained(error)
+            _raise_explained(error)
         finally:
-            for watcher, token in self._tokens:
-                watcher.leave(token)
-            seconds = time.perf_counter() - self._began
-            for observer in _observers if self._group is None else ():
-                observer.waited(seconds)
+            for observer, token in self._tokens:
+                observer.leave(token)
 
 
 class Observer:
@@ -207,3 +177,19 @@ class Observer:
 
     def waited(self, seconds: float) -> None:
         """Called when the host has stood still for a collective."""
+
+    # -- for watchdogs, which may raise in the first two where a collective will not come about ------------------------
+
+    def begin(self, label: Label, data: Sequence[Any]) -> None:
+        self.collective(*label)
+
+    def enter(self, labels: Sequence[Label | str], group: dist.ProcessGroup | None) -> Any:
+        """A wait begins; returns what `leave` is given when it ends."""
+        return time.perf_counter() if group is None else None
+
+    def leave(self, token: Any) -> None:
+        if token is not None:
+            self.waited(time.perf_counter() - token)
+
+    def explain(self, error: Exception) -> Exception:
+        return error

@@ -12,12 +12,16 @@ from harness.fsdp.comm.device import DeviceRuntime
 from harness.shm import ShmGroup
 from harness.watchdog import (
     CollectiveError as CollectiveError,
-    Watchdog as Watchdog,
+    Watchdog,
     abort_group,
     by_value as by_value,
     default_timeout_s,
     ranks_text as ranks_text,
 )
+
+
+class ModelWatchdog(Watchdog, events.Observer):  # type: ignore[misc] # both have a `waiting`, to the same end
+    """Told by the engine what its collectives and waits are."""
 
 
 def watch_groups(
@@ -27,7 +31,7 @@ def watch_groups(
     check: bool,
     where: Callable[[], str],
     shared: Sequence[ShmGroup],
-) -> Watchdog | None:
+) -> ModelWatchdog | None:
     """A watchdog that observes the engine's collectives until `end_watch`; None for a model of one rank.
 
     groups: the first has all ranks of the model. timeout_s: None is the groups' own timeout, less a margin. shared:
@@ -44,12 +48,12 @@ def watch_groups(
             each.abort()
         abort_group(group)
 
-    watchdog = Watchdog(groups, limit_s, where=where, abort=abort, mark=mark, records=False, check=check)
-    events.watch(watchdog)
+    watchdog = ModelWatchdog(groups, limit_s, where=where, abort=abort, mark=mark, records=False, check=check)
+    watchdog.attach()
     return watchdog
 
 
-def end_watch(watchdog: Watchdog | None) -> None:
+def end_watch(watchdog: ModelWatchdog | None) -> None:
     if watchdog is not None:
         watchdog.close()
-        events.unwatch(watchdog)
+        watchdog.detach()
