@@ -147,12 +147,12 @@ class ShmGroup(dist.ProcessGroup):
         given = [each.detach().contiguous() for each in inputs]
         return Work(self.transport, self.transport.gather(given, outs, until_settled=until_settled), outputs)
 
-    def all_gather_single(self, output: Tensor, given: Tensor, opts: Any = None) -> Any:
-        return self.all_gather_single_coalesced([output], [given])
-
-    def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
+    def allgather_into_tensor_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
         rows = [list(output.view(-1).chunk(self.size())) for output in outputs]
         return self.allgather(rows, [each.reshape(-1) for each in inputs])
+
+    def all_gather_single(self, output: Tensor, given: Tensor, opts: Any = None) -> Any:
+        return self.allgather_into_tensor_coalesced([output], [given])
 
     # -- reduce-scatter ------------------------------------------------------------------------------------------------
 
@@ -165,18 +165,14 @@ class ShmGroup(dist.ProcessGroup):
         flat = [output.view(-1) for output in outputs]
         return Work(self.transport, self.transport.reduce_scatter(given, flat, divisor=divisor), outputs)
 
-    def reduce_scatter_single(self, output: Tensor, given: Tensor, opts: Any = None) -> Any:
-        rows = [list(given.reshape(-1).chunk(self.size()))]
-        return self.reduce_scatter([output.view(-1)], rows, opts)
-
-    def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
+    def reduce_scatter_tensor_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
         rows = [list(each.reshape(-1).chunk(self.size())) for each in inputs]
         return self.reduce_scatter([each.view(-1) for each in outputs], rows, opts)
 
-    _allgather_base = all_gather_single
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
-    _reduce_scatter_base = reduce_scatter_single
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    def reduce_scatter_single(self, output: Tensor, given: Tensor, opts: Any = None) -> Any:
+        return self.reduce_scatter_tensor_coalesced([output], [given], opts)
+
+    _allgather_base, _reduce_scatter_base = all_gather_single, reduce_scatter_single
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
@@ -201,7 +197,7 @@ def _connect(gloo: Any, rank: int, size: int, capacity: int | None) -> tuple[Tra
         segment = Segment(head_bytes(size), capacity)
     except (OSError, AttributeError, RuntimeError) as error:
         reason = f"shared memory could not be made: {error}"
-    mine = [_host(), os.getpid(), *((segment.file, segment.size, segment.token) if segment is not None else (-1, 0, 0))]
+    mine = [_host(), os.getpid(), *((segment.file, segment.size, segment.inode) if segment is not None else (-1, 0, 0))]
     rows = torch.empty(size, len(mine), dtype=torch.int64)
     gloo.allgather([list(rows)], [torch.tensor(mine)]).wait()
     if not reason and len(set(rows[:, 0].tolist())) > 1:
@@ -209,10 +205,9 @@ def _connect(gloo: Any, rank: int, size: int, capacity: int | None) -> tuple[Tra
     peers: dict[int, Peer] = {}
     if segment is not None and not reason and int(rows[:, 2].min()) >= 0:
         try:
-            for peer, (_, pid, file, length, token) in enumerate(rows.tolist()):
+            for peer, (_, pid, file, length, inode) in enumerate(rows.tolist()):
                 if peer != rank:
-                    memory, inode = open_peer(pid, file, length, token)
-                    peers[peer] = Peer(pid, file, inode, memory)
+                    peers[peer] = Peer(pid, file, inode, open_peer(pid, file, length, inode))
         except (OSError, RuntimeError) as error:
             reason = f"shared memory of a peer could not be mapped: {error}"
     if why := _agreed(gloo, rank, size, reason):

@@ -11,7 +11,6 @@ import ctypes
 import fcntl
 import mmap
 import os
-import secrets
 import threading
 import weakref
 from collections import deque
@@ -23,7 +22,6 @@ from torch import Tensor
 
 ALIGN = 64
 """Blocks begin on multiples of this many bytes."""
-TOKEN = ctypes.sizeof(ctypes.c_int64)
 
 
 _watching: list[Callable[[int], None]] = []
@@ -57,12 +55,10 @@ class Segment:
         os.fchmod(self.file, 0o600)
         os.ftruncate(self.file, self.size)
         fcntl.fcntl(self.file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-        head = aligned(TOKEN + head)
+        self.inode, head = os.fstat(self.file).st_ino, aligned(max(head, 1))
         os.posix_fallocate(self.file, 0, head)
         self.memory = mmap.mmap(self.file, self.size)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
-        self.token = secrets.randbits(62)
-        words(self.memory, 0, 1)[0] = self.token
         self._reserved = head
         self._free: list[tuple[int, int]] = []  # begin and end of free blocks, in order, none of which touch
         self._given_back: deque[tuple[int, int]] = deque()
@@ -135,18 +131,16 @@ def view(memory: mmap.mmap, begin: int, like: Tensor) -> Tensor:
     return torch.frombuffer(memory, dtype=like.dtype, count=like.numel(), offset=begin).view(like.shape)
 
 
-def open_peer(pid: int, file: int, size: int, token: int) -> tuple[mmap.mmap, int]:
-    """Map a peer's segment: its bytes, and the number of its inode. Raises OSError: the system refuses, or the
-    descriptor is of another file."""
+def open_peer(pid: int, file: int, size: int, inode: int) -> mmap.mmap:
+    """Map a peer's segment. Raises OSError: the system refuses, or the descriptor is of another file."""
     descriptor = os.open(f"/proc/{pid}/fd/{file}", os.O_RDWR | os.O_CLOEXEC)
     try:
         found = os.fstat(descriptor)
         if found.st_size != size:
             raise OSError(f"the segment of process {pid} has {found.st_size:,} bytes, not {size:,}")
-        memory = mmap.mmap(descriptor, size)
-        if words(memory, 0, 1)[0] != token:
+        if found.st_ino != inode:
             raise OSError(f"descriptor {file} of process {pid} is of another file")
-        return memory, found.st_ino
+        return mmap.mmap(descriptor, size)
     finally:
         os.close(descriptor)
 
@@ -162,7 +156,7 @@ _WORD = 8
 
 def head_bytes(size: int) -> int:
     """Bytes that the mailboxes of a group of `size` ranks take at the begin of a segment."""
-    return aligned(TOKEN) + size * _SIZE * _WORD + ALIGN
+    return size * _SIZE * _WORD
 
 
 class Mailboxes:
@@ -184,7 +178,7 @@ class Mailboxes:
 
     @staticmethod
     def _box(memory: mmap.mmap, reader: int) -> Any:
-        return words(memory, aligned(TOKEN) + reader * _SIZE * _WORD, _SIZE)
+        return words(memory, reader * _SIZE * _WORD, _SIZE)
 
     def send(self, peer: int, numbers: Sequence[int]) -> bool:
         """Write one message for a peer; false where there is no room yet. One thread at a time. Raises ValueError: it

@@ -161,8 +161,8 @@ def test_a_segment_is_ones_own_and_keeps_its_size() -> None:
             os.ftruncate(segment.file, size)
 
 
-@pytest.mark.parametrize(("size", "token", "says"), [(1 << 21, 0, "bytes, not"), (1 << 20, 1, "is of another file")])
-def test_another_file_is_not_mapped(size: int, token: int, says: str) -> None:
+@pytest.mark.parametrize(("size", "inode", "says"), [(1 << 21, 0, "bytes, not"), (1 << 20, 1, "is of another file")])
+def test_another_file_is_not_mapped(size: int, inode: int, says: str) -> None:
     segment = Segment(0, 1 << 20)
     with pytest.raises(OSError, match=says):
-        open_peer(os.getpid(), segment.file, size, segment.token + token)
+        open_peer(os.getpid(), segment.file, size, segment.inode + inode)
