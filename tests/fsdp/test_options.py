@@ -67,12 +67,7 @@ def _measure(rank: int, case: Case) -> dict[str, Any]:
             engine.forward_backward(batch, last=index == case.k - 1)
         norms.append(engine.step(1e-3))
         live.append(model.engine.memory.live_bytes)
-    found = {
-        "norms": norms,
-        "weights": dict(engine.named_weights()),
-        "live": live,
-        "alive": model.engine.counters()["gathered_units_peak"],
-    }
+    found = {"norms": norms, "weights": dict(engine.named_weights()), "live": live}
     engine.close()
     return found
 
@@ -119,4 +114,3 @@ def test_fixed_buffers_are_all_there_is() -> None:
     assert set(plain["live"]) == {0}
     assert len(set(fixed["live"])) == 1
     assert fixed["live"][0] > 0
-    assert fixed["alive"] <= 2

@@ -9,8 +9,7 @@ set what lies in modules inside it: these are reset first, all of them together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ from torch import Tensor, nn
 from harness.fsdp.comm.mesh import Meshes
 from harness.fsdp.runtime.units import is_expert
 from harness.fsdp.storage.at_rest import SHARDED
-from harness.fsdp.storage.layout import Slot
 from harness.fsdp.storage.param_group import InitialValue, ParamGroup
 from harness.fsdp.storage.parameter_access import slots_of
 from harness.fsdp.tensor_parallel import real, values_here
@@ -89,7 +87,16 @@ def reset_by_module(module: nn.Module, buckets: Sequence[ParamGroup], meshes: Me
             for name, buffer in part.named_buffers(recurse=False):
                 if buffer.is_meta:
                     setattr(part, name, torch.empty_like(buffer, device=device))
-        _reset(parts, resets, homes, done, meshes, device)
+        for key, value in _values_of(parts, resets, lambda key: homes[key][0].key.dtype, device).items():
+            bucket, slot = homes[key]
+            if key not in done:
+                done.add(key)
+                tp_shard = bucket.tp_shard_of(slot)
+                is_cut = not tp_shard.is_whole and tuple(value.shape) == tp_shard.here
+                alike = meshes.dense.everyone if is_cut else meshes.everyone
+                bucket.set_value(slot, alike.from_first(value, f"initial {slot.spec.name}"))
+            bucket.point_at_weights()
+            bucket.views.forget_edits()  # a tied one is reset again: of no effect, yet it counts as written to
 
 
 def _turns(part: nn.Module, seen: set[int]) -> Iterator[list[nn.Module]]:
@@ -120,52 +127,31 @@ def _reset_of(part: nn.Module, name: str) -> Callable[[], None]:
     return found
 
 
-def _reset(
+def _values_of(
     parts: Sequence[nn.Module],
     resets: Sequence[Callable[[], None]],
-    homes: dict[int, tuple[ParamGroup, Slot]],
-    done: set[int],
-    meshes: Meshes,
+    dtype_of: Callable[[int], torch.dtype],
     device: torch.device,
-) -> None:
-    own = {id(p): p for part in parts for p in parameters_of(part).values() if p is not None}
-    with _whole(parts, own, {key: homes[key][0].key.dtype for key in own}, device) as whole:
-        for reset in resets:
-            reset()
-    for key, value in whole.items():
-        bucket, slot = homes[key]
-        if key not in done:
-            done.add(key)
-            tp_shard = bucket.tp_shard_of(slot)
-            is_cut = not tp_shard.is_whole and tuple(value.shape) == tp_shard.here
-            alike = meshes.dense.everyone if is_cut else meshes.everyone
-            bucket.set_value(slot, alike.from_first(value, f"initial {slot.spec.name}"))
-    for bucket, _ in (homes[each] for each in own):
-        bucket.point_at_weights()
-        bucket.views.forget_edits()  # a tied one is reset again: of no effect, yet it counts as written to
+) -> dict[int, Tensor]:
+    """Values that resets give to unsharded plain parameters in modules, by the id of the parameter each stands for.
 
-
-@contextmanager
-def _whole(
-    parts: Sequence[nn.Module], own: Mapping[int, nn.Parameter], dtypes: Mapping[int, torch.dtype], device: torch.device
-) -> Iterator[dict[int, Tensor]]:
-    """Put unsharded plain parameters into modules for the body, yielding them by the parameter they stand for.
-
-    Full ones where a DTensor's plan has cut. dtypes: as the module gave them.
+    Full ones where a DTensor's plan has cut. dtype_of: as the module gave it.
     """
-    stand_ins = {
-        key: nn.Parameter(torch.empty(param.shape, dtype=dtypes[key], device=device), param.requires_grad)
-        for key, param in own.items()
-    }
-    found: dict[int, Tensor] = {}
     params_of: list[dict[str, Any]] = [parameters_of(part) for part in parts]
     held = [(params, name, param) for params in params_of for name, param in params.items() if param is not None]
+    stand_ins = {
+        key: nn.Parameter(torch.empty(param.shape, dtype=dtype_of(key), device=device), param.requires_grad)
+        for key, param in {id(param): param for *_, param in held}.items()
+    }
+    found: dict[int, Tensor] = {}
     for params, name, param in held:
         params[name] = stand_ins[id(param)]
     try:
-        yield found
+        for reset in resets:
+            reset()
         for params, name, param in held:
             found.setdefault(id(param), values_here(params[name]).data)
     finally:
         for params, name, param in held:
             params[name] = param
+    return found

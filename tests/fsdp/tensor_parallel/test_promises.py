@@ -379,7 +379,7 @@ MUTANTS = {
     ),
     "own numbers": Mutant(
         "A module on the meta device resets each TP shard by itself",
-        lambda: mock.patch.object(materialize, "_whole", each_by_itself),
+        lambda: mock.patch.object(materialize, "_values_of", each_by_itself),
         "meta",
     ),
     "marks are ignored": Mutant(
@@ -411,15 +411,14 @@ MUTANTS = {
 }
 
 
-@contextmanager
-def each_by_itself(*given: Any) -> Iterator[dict[int, Tensor]]:
-    with materialize_whole(*given) as whole:
-        yield whole
+def each_by_itself(*given: Any) -> dict[int, Tensor]:
+    whole = values_of(*given)
     for value in whole.values():
         value.copy_(torch.cat([value.chunk(2)[0]] * 2) if value.dim() > 1 else value)
+    return whole
 
 
-materialize_whole = materialize._whole
+values_of = materialize._values_of
 
 
 test_it_holds = each_holds(__name__, CHECKS)
