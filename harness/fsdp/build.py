@@ -271,21 +271,12 @@ class Engine:
         """Counters of this rank since the model was built or `reset_counters` was called, by name:
 
         transient_peak_bytes: most bytes of temporary buckets (gathered weights, unreduced gradients) alive at once.
-        gathered_units_peak: most units, the root apart, whose gathered weights took memory at once.
-        peer_read_bytes: bytes read straight from other ranks' memory; 0 where ranks exchange messages instead.
         """
-        return {
-            "transient_peak_bytes": self.memory.peak_bytes,
-            "gathered_units_peak": self.gather.num_alive_peak,
-            "peer_read_bytes": sum(each.transport.bytes_read for each in self.meshes.shared_memories),
-        }
+        return {"transient_peak_bytes": self.memory.peak_bytes}
 
     def reset_counters(self) -> None:
-        """Reset `counters`: peaks to the current values, totals to 0."""
+        """Reset `counters`: peaks to the current values."""
         self.memory.reset_peak()
-        self.gather.reset_peak()
-        for each in self.meshes.shared_memories:
-            each.transport.bytes_read = 0
 
     def close(self) -> None:
         """Remove hooks and end threads, once reductions in flight have ended.

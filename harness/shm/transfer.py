@@ -111,7 +111,6 @@ class Transport:
 
     def __init__(self, rank: int, segment: Segment, peers: dict[int, Peer], limit: Callable[[], timedelta]) -> None:
         self.rank, self.size, self.segment, self._peers = rank, len(peers) + 1, segment, peers
-        self.bytes_read = 0
         # peers, each rank beginning with its next one, so that not all turn to one
         self._order = [(rank + step) % self.size for step in range(1, self.size)]
         memories = {peer: each.memory for peer, each in peers.items()} | {rank: segment.memory}
@@ -260,7 +259,6 @@ class Transport:
                 f" {self._named(peer)} here, and a {KINDS.get(kind, 'collective')} of {length:,} bytes there: ranks"
                 " issue different collectives"
             )
-        self.bytes_read += wanted
         memory = self._peers[peer].memory
         for place, each in zip(places, expected, strict=True):
             if not 0 <= place <= len(memory) - each.nbytes:

@@ -68,10 +68,6 @@ memory/peak_tensor_bytes (bytes): Most tensor storage within the step; null if `
 memory/rss (bytes): Resident set of rank 0's process.
 counters/transient_peak_bytes (bytes): Most bytes of temporary buckets (gathered weights, unreduced gradients) alive
     at once in the step; null for engines that do not count them.
-counters/gathered_units_peak (units): Most units, not counting the root, whose gathered weights were in memory at once
-    in the step; null for engines that do not count them.
-counters/peer_read_bytes (bytes): Bytes read directly from other ranks' memory in the step, captures of gradients
-    included; 0 where ranks exchange messages, null for engines that do not count it.
 tflops_per_rank (TFLOP/s): The model's arithmetic per second; null for a model of your own.
 mfu: `tflops_per_rank` divided by the device's peak; null if that is unknown.
 comm/*/count (calls): Number of collectives of this kind that the engine issued on rank 0.

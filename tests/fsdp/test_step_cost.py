@@ -15,6 +15,7 @@ from torch import nn
 
 from harness.fsdp import fully_shard
 from harness.fsdp.runtime.gather import GatherPipeline
+from harness.fsdp.runtime.units import Unit
 from harness.fsdp.storage import gradients
 from harness.fsdp.storage.parameter_access import by_engine
 from tests.fsdp.checked import Mutant, each_is_found, holds
@@ -74,8 +75,12 @@ def test_calls_of_a_step_grow_with_its_units(strategy: str) -> None:
     holds(__name__, strategy, "growing")
 
 
-def _looks_at_all(self: GatherPipeline) -> int:
-    return sum(not self.is_resident(unit) and self.is_whole(unit) for unit in self.order)
+_has_room = GatherPipeline._has_room
+
+
+def _looks_at_all(self: GatherPipeline, unit: Unit) -> bool:
+    num_whole = sum(map(self.is_whole, self.order))
+    return num_whole <= len(self.order) and _has_room(self, unit)
 
 
 def _gradients_by_functions() -> ExitStack:
@@ -89,7 +94,7 @@ def _gradients_by_functions() -> ExitStack:
 MUTANTS = {
     "all units are asked": Mutant(
         "Each gather of a unit looks at all others",
-        lambda: mock.patch.object(GatherPipeline, "_num_alive", _looks_at_all),
+        lambda: mock.patch.object(GatherPipeline, "_has_room", _looks_at_all),
         "growing",
     ),
     "gradients by functions": Mutant(

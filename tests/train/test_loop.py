@@ -61,8 +61,6 @@ LINE = {
     },
     "counters": {
         "transient_peak_bytes": type(None),
-        "gathered_units_peak": type(None),
-        "peer_read_bytes": type(None),
     },
     "tflops_per_rank": float,
     "mfu": type(None),

@@ -31,7 +31,6 @@ class GatherPipeline:
         self.prefetch = prefetch
         self.order = [unit for unit in units if any(not bucket.is_resident for bucket in unit.buckets)]
         self.in_backward = False
-        self.num_alive_peak = 0
         self._gathered = frozenset(self.order)
         self._roots = {unit for unit in self.order if unit.is_root}
         meshes = {bucket.mesh: None for unit in units for bucket in unit.buckets}
@@ -191,19 +190,12 @@ class GatherPipeline:
         for bucket in unit.buckets:
             bucket.unshard(self._directions(unit))
         self._on_way[unit] = None
-        self.num_alive_peak = max(self.num_alive_peak, self._num_alive())
 
     def _wait_for_unshard(self, unit: Unit) -> None:
         del self._on_way[unit]  # a gather that raises brings nothing
         for bucket in unit.buckets:
             bucket.wait_for_unshard()
         self._whole.add(unit)
-
-    def _num_alive(self) -> int:
-        return len((self._whole | self._on_way.keys()) - self._roots)
-
-    def reset_peak(self) -> None:
-        self.num_alive_peak = self._num_alive()
 
     def is_whole(self, unit: Unit) -> bool:
         return unit in self._whole or self.is_resident(unit)
