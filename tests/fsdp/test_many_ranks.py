@@ -188,7 +188,7 @@ def _rows_at_once(self: RaggedShard, spans: Callable[[], Any], name: str) -> Non
 MUTANTS: dict[str, tuple[str, Callable[[], Any]]] = {
     "asked each time": (
         "Whether chunks lie one after another is found for each collective",
-        lambda: mock.patch.object(Cut, "covers", property(Cut.covers.func)),
+        lambda: mock.patch.object(Cut, "covers", property(_asked_again, _noted), create=True),
     ),
     "rows at once": (
         "Rows of all ranks are found for each tensor that is handed out",
@@ -199,6 +199,15 @@ MUTANTS: dict[str, tuple[str, Callable[[], Any]]] = {
         lambda: mock.patch.object(BucketLayout, "inner_slice", _of_outer_slices),
     ),
 }
+
+
+def _asked_again(self: Cut) -> Any:
+    Cut.__init__(self, self.spans)
+    return vars(self)["noted"]
+
+
+def _noted(self: Cut, covers: Any) -> None:
+    vars(self)["noted"] = covers
 
 
 def _of_outer_slices(self: BucketLayout, slot: Slot, inner_rank: int) -> LocalSlice:
