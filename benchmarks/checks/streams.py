@@ -1,4 +1,4 @@
-"""What streams wait for, what breaks without each of these edges, and what overlaps, over trainings of tests/streams.
+"""What streams wait for, what breaks without each of these edges, and what a step launches, by tests/streams.
 
     python benchmarks/checks/streams.py [--parts N]
     python benchmarks/checks/streams.py --page      the page again from the data
@@ -25,7 +25,6 @@ from benchmarks.pages import tables
 from benchmarks.pages.tables import ROOT, markdown_table
 from harness.store.provenance import files_digest
 from tests.streams.cases import OTHERS, Case, cover, product
-from tests.streams.cost import Machine
 from tests.streams.edges import REASONS, Edge, Without
 from tests.streams.steps import Arm, measured
 from tests.streams.visits import Verdict, trained
@@ -85,15 +84,6 @@ def begun(parts: int) -> Facts:
 
 
 RANKS, LAYERS = 2, 8
-LINKS = {"NVLink": (360e9, 15e-6), "400 Gbit/s a GPU": (45e9, 30e-6)}
-"""Bytes per second, and seconds of latency."""
-SIZES = {"width 4,096, 8,192 tokens": 64, "width 1,024, 2,048 tokens": 16}
-"""Times the recorded width and tokens."""
-MACHINES = [
-    Machine(link_bytes_per_s=rate, latency_s=latency, widen=float(times**2), tokens=float(times), ranks=RANKS)
-    for times in SIZES.values()
-    for rate, latency in LINKS.values()
-]
 F32, BF16 = torch.float32, torch.bfloat16
 ARMS = [
     *(Arm(engine, "optim_grads_params", wire) for wire in (F32, BF16) for engine in ("fsdp2", "native")),
@@ -104,43 +94,34 @@ ARMS = [
 
 
 def costs() -> Facts:
-    """What a step launches under each arm, and when it would end."""
-    found = run_ranks(measured, RANKS, RANKS, ARMS, LAYERS, MACHINES)[0]
-    machine = {
-        name: value for name, value in asdict(MACHINES[0]).items() if name in ("launch_s", "bytes_per_s", "flops")
-    }
+    """What a step launches under each arm."""
+    found = run_ranks(measured, RANKS, RANKS, ARMS, LAYERS)[0]
     rows = [
         {
             "name": arm.engine,
             "strategy": arm.strategy,
             "wire": str(arm.wire).removeprefix("torch."),
-            **asdict(each.counts),
-            "times": [{"step_ms": t.step_s * 1e3, "exposed_ms": t.exposed_s * 1e3} for t in each.timelines],
+            **asdict(each),
         }
         for arm, each in zip(ARMS, found, strict=True)
     ]
-    return {"ranks": RANKS, "layers": LAYERS, "machine": machine, "sizes": list(SIZES), "links": LINKS, "rows": rows}
+    return {"ranks": RANKS, "layers": LAYERS, "rows": rows}
 
 
 # -- the page ----------------------------------------------------------------------------------------------------------
 
 
 def page(facts: Facts) -> str:
-    races, costs, machine = facts["races"], facts["costs"], facts["costs"]["machine"]
+    races, costs = facts["races"], facts["costs"]
     told = (
         f"{facts['trainings']:,} trainings of two steps on two to six ranks, {facts['operations']:,} operations on"
         f" streams, torch {facts['torch']}; {facts['parts']} of {facts['of']} parts of the product, which has"
         f" {facts['product']:,}: {len(races) or 'no'} race{'s' * (len(races) != 1)}."
     )
-    modelled = (
-        f"A launch takes {machine['launch_s'] * 1e6:g} us; the device's memory moves {machine['bytes_per_s'] / 1e12:g}"
-        f" TB/s, and products of matrices run at {machine['flops'] / 1e12:g} TFLOP/s; {costs['layers']} blocks on"
-        f" {costs['ranks']} ranks."
-    )
     parts = {
         "recorded": "\n".join([told, *(f"- {race}" for race in races)]),
         "edges": edges(facts["edges"].values()),
-        "costs": f"{modelled}\n\n{launches(costs['rows'])}\n\n{times(costs)}",
+        "costs": f"{costs['layers']} blocks on {costs['ranks']} ranks.\n\n{launches(costs['rows'])}",
     }
     return tables.made(PAGE, parts)
 
@@ -154,15 +135,6 @@ def launches(rows: Any) -> str:
         counts = [total, row["compute"], beside, row["collectives"], row["orders"], sum(row["stops"].values())]
         cells.append([*_arm(row), *counts])
     return markdown_table([*ARM, *head], cells)
-
-
-def times(costs: Facts) -> str:
-    columns = [f"{size}, {link}: step / exposed, ms" for size in costs["sizes"] for link in costs["links"]]
-    rows = [
-        [*_arm(row), *(f"{each['step_ms']:.1f} / {each['exposed_ms']:.1f}" for each in row["times"])]
-        for row in costs["rows"]
-    ]
-    return markdown_table([*ARM, *columns], rows)
 
 
 ARM = ("engine", "strategy", "wire")

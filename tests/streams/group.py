@@ -253,7 +253,7 @@ class RecordedGroup(dist.ProcessGroup):
             whole = max(sum(each.nbytes for each in reads), sum(each.nbytes for each in writes))
             moved = whole * (2 if name == "all_reduce" else 1)
             spans = recorder.spans(reads), recorder.spans(writes)
-            recorder.put(Kernel(f"nccl {name}", stream, *spans, line, 0, moved, 0, self.stream_name))
+            recorder.put(Kernel(f"nccl {name}", stream, *spans, line, 0, moved, self.stream_name))
             with recorder.paused():
                 run()
             if not asynchronous:

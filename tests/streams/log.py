@@ -42,7 +42,7 @@ class Kernel:
     """Work on a stream.
 
     size: number of elements of its largest argument. moves: bytes of the whole that a collective gathers or reduces;
-    twice, where it does both. flops: of a matrix product. group: of a collective.
+    twice, where it does both. group: of a collective.
     """
 
     name: str
@@ -52,7 +52,6 @@ class Kernel:
     site: Site
     size: int = 0
     moves: int = 0
-    flops: int = 0
     group: str = ""
 
     def __str__(self) -> str:

@@ -289,7 +289,7 @@ class Recorder(TorchDispatchMode):
             else:  # it reads a number and hands it over
                 read = tuple(span for span in read if span.block not in hosts)
             crosses = False
-        self.put(Kernel(name, stream, read, wrote, line, size, 0, _flops(name, reads)))
+        self.put(Kernel(name, stream, read, wrote, line, size))
         if stream != HOST and ((crosses and follows) or name in LOOKS):
             self.put(Stop(stream, line, "a copy from or to the host" if crosses else name))
 
@@ -323,17 +323,6 @@ def _follows(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """Whether the host waits for a copy that crosses to or from it."""
     given = args[2] if name in COPIES and len(args) > 2 else kwargs.get("non_blocking")
     return not given
-
-
-def _flops(name: str, reads: Sequence[Tensor]) -> int:
-    """Of a product of matrices; of causal attention, whose backward makes five products where its forward makes two."""
-    if name.startswith("_scaled_dot_product"):
-        query = next(each for each in reads if each.dim() == 4)
-        return (5 if "backward" in name else 2) * query.numel() * query.shape[-2]
-    if name not in ("mm", "addmm", "bmm"):
-        return 0
-    a, b = reads[-2:]
-    return 2 * a.numel() * b.shape[-1]
 
 
 @contextmanager

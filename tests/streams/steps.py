@@ -1,9 +1,4 @@
-"""Steps of a small Llama under the engine and under FSDP2, recorded: how often work is launched, and what overlaps.
-
-[Note: Sizes that are meant] The recorded model is narrow, and its sequence short. Where width and tokens grow by the
-same factor w, weights and activations take w^2 times as many bytes, and products of matrices w^3 times as many
-operations. So one log stands for a model of the same shape at any width (`Machine.widen`, `Machine.tokens`).
-"""
+"""Steps of a small Llama under the engine and under FSDP2, recorded: how often work is launched."""
 
 from __future__ import annotations
 
@@ -17,7 +12,7 @@ from torch import Tensor, nn
 from harness.config.schema import Config
 from harness.fsdp import FSDPModule, Groups, MixedPrecisionPolicy, fully_shard, fully_shard_optimizer
 from harness.models.llama import Block, Llama
-from tests.streams.cost import Counts, Machine, Timeline, counts_of, step_of, timeline
+from tests.streams.cost import Counts, counts_of, step_of
 from tests.streams.fsdp2 import fsdp2_believing_in, sharded
 from tests.streams.group import new_group
 from tests.streams.recorder import Recorder, believing_in, recording
@@ -38,14 +33,6 @@ class Arm:
 
     def __str__(self) -> str:
         return f"{self.engine} {self.strategy} {str(self.wire).removeprefix('torch.')}{' clipped' * self.clips}"
-
-
-@dataclass(frozen=True)
-class Found:
-    """Of an arm's second step, on each machine."""
-
-    counts: Counts
-    timelines: list[Timeline]
 
 
 def llama(num_layers: int) -> Llama:
@@ -119,8 +106,8 @@ def _loss(model: nn.Module, tokens: Tensor) -> Tensor:
     return nn.functional.cross_entropy(model(tokens).float().flatten(0, 1), tokens.flatten())
 
 
-def measured(rank: int, world: int, arms: Sequence[Arm], num_layers: int, machines: Sequence[Machine]) -> list[Found]:
-    """What arms cost in their second step; the first rank alone records and answers."""
+def measured(rank: int, world: int, arms: Sequence[Arm], num_layers: int) -> list[Counts]:
+    """What arms launch in their second step; the first rank alone records and answers."""
     found = []
     for arm in arms:
         with ExitStack() as stack:
@@ -132,8 +119,6 @@ def measured(rank: int, world: int, arms: Sequence[Arm], num_layers: int, machin
             with recorder.paused():  # streams are those of the recorder from the beginning
                 trainee = Trainee(rank, world, arm, num_layers)
             trainee.train(recorder)
-        if rank:
-            continue
-        before, entries = (step_of(recorder.log, step) for step in (STEPS - 2, STEPS - 1))
-        found.append(Found(counts_of(entries), [timeline(before, entries, machine) for machine in machines]))
+        if rank == 0:
+            found.append(counts_of(step_of(recorder.log, STEPS - 1)))
     return found

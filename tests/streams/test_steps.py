@@ -1,4 +1,4 @@
-"""What a step launches, and when it ends, beside torch's own FSDP2 on the same recorder: see `tests.streams.cost`."""
+"""What a step launches beside torch's own FSDP2 on the same recorder: see `tests.streams.cost`."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from harness.fsdp.comm.fixed_point import square_counters
-from tests.streams.cost import Machine
+from tests.streams.cost import Counts
 from tests.streams.recorder import recording
-from tests.streams.steps import Arm, Found, measured
+from tests.streams.steps import Arm, measured
 from tests.support.covering import once
 from tests.support.spawn import run_ranks
 
@@ -16,26 +16,18 @@ LAYERS = 2
 CPU = torch.device("cpu")
 WIRES = (torch.float32, torch.bfloat16)
 ARMS = tuple(Arm(engine, "optim_grads_params", wire) for wire in WIRES for engine in ("fsdp2", "native"))
-MACHINE = Machine(widen=4096.0, tokens=64.0)
-"""Width 4,096 and 8,192 tokens."""
 
 
 @once
-def found() -> dict[Arm, Found]:
-    return dict(zip(ARMS, run_ranks(measured, 2, 2, ARMS, LAYERS, [MACHINE])[0], strict=True))
+def found() -> dict[Arm, Counts]:
+    return dict(zip(ARMS, run_ranks(measured, 2, 2, ARMS, LAYERS)[0], strict=True))
 
 
 @pytest.mark.parametrize("wire", WIRES, ids=str)
 def test_a_step_launches_no_more_than_fsdp2s(wire: torch.dtype) -> None:
-    ours, theirs = (found()[Arm(engine, "optim_grads_params", wire)].counts for engine in ("native", "fsdp2"))
+    ours, theirs = (found()[Arm(engine, "optim_grads_params", wire)] for engine in ("native", "fsdp2"))
     assert ours.stops == theirs.stops == {}, "clipping included"
     assert ours.compute + ours.launches <= theirs.compute + theirs.launches, f"{ours}, beside {theirs}"
-
-
-@pytest.mark.parametrize("wire", WIRES, ids=str)
-def test_a_step_ends_no_later_than_fsdp2s(wire: torch.dtype) -> None:
-    ours, theirs = (found()[Arm(engine, "optim_grads_params", wire)].timelines[0] for engine in ("native", "fsdp2"))
-    assert ours.step_s <= 1.02 * theirs.step_s, f"{ours}, beside {theirs}"
 
 
 def test_an_exact_norm_takes_as_many_kernels_for_a_long_tensor_as_for_a_short_one() -> None:
