@@ -23,12 +23,11 @@ from benchmarks.fsdp import dtype_table
 from harness.config.schema import Dtype
 from harness.engines import optim
 from harness.engines.protocol import TORCH_DTYPES
-from harness.fsdp import Dtypes, MixedPrecisionPolicy, create_state, fully_shard_model
+from harness.fsdp import Dtypes, create_state
 from harness.fsdp.comm import fixed_point
 from harness.models.workload import LlamaWorkload
-from harness.probe.collectives import CollectiveMeter
 from tests.fsdp.trial import KEPT, Case, Record, batches, differences, records, run_cases
-from tests.support.covering import covering, once
+from tests.support.covering import covering
 from tests.support.spawn import run_ranks
 
 torch.set_num_threads(1)  # as on the ranks: some kernels' bits depend on the number of threads
@@ -288,116 +287,6 @@ def test_ordered_refuses_updates_of_16_bit_weights_that_see_where_shards_are_cut
     with pytest.raises(ValueError, match="needs AdamW"):
         run_ranks(run_cases, 1, [case])
     run_ranks(run_cases, 1, [replace(case, numerics="fast")])
-
-
-# -- 16 bits on the wire, sums in fp32 ---------------------------------------------------------------------------------
-
-ROWS, COLUMNS = 48, 24  # a multiple of 128 elements: the bucket then has no padding in either width
-RANKS = 4
-
-
-def gradient_of(rank: int) -> Tensor:
-    """What rank `rank` brings to the sum: fp32, [ROWS, COLUMNS], of mixed sizes and signs."""
-    generator = torch.Generator().manual_seed(100 + rank)
-    return torch.randn(ROWS, COLUMNS, generator=generator) * 2.0 ** torch.randint(-6, 3, (ROWS, 1), generator=generator)
-
-
-@dataclass(frozen=True)
-class Sum:
-    """A reduction of `gradient_of` over all ranks, nothing divided."""
-
-    strategy: str
-    wire: torch.dtype
-    accum: torch.dtype
-    grads: torch.dtype = torch.float32
-
-
-def reduced(rank: int, sums: list[Sum]) -> list[tuple[Tensor, dict[str, int]]]:
-    """The main gradient of each, and the bytes this rank sent by kind of collective."""
-    found = []
-    for each in sums:
-        model = fully_shard_model(
-            nn.Linear(COLUMNS, ROWS, bias=False),
-            zero_dp_strategy=each.strategy,
-            mixed_precision_policy=MixedPrecisionPolicy(torch.float32, each.grads, each.wire, each.accum, True),
-            calculate_per_token_loss=True,
-        )
-        meter = CollectiveMeter()
-        model(torch.eye(COLUMNS)).backward(gradient_of(rank).T)
-        model.finish_grad_sync()
-        rows = [row for row in meter.take() if row.bucket != "used parameters"]  # fp16 carries no marks of use
-        sent = {row.kind: row.bytes for row in rows if "reduce" in row.kind}
-        meter.close()
-        found.append((dict(model.full_gradients())["weight"], sent))
-        model.close()
-    return found
-
-
-HALVES = (torch.bfloat16, torch.float16)
-SUMS = [
-    Sum(strategy, wire, accum, grads)
-    for strategy in STRATEGIES
-    for half in HALVES
-    for wire, accum, grads in (
-        (half, torch.float32, torch.float32),
-        (half, torch.float32, half),
-        (half, half, torch.float32),
-    )
-] + [Sum(strategy, torch.float32, torch.float32) for strategy in STRATEGIES]
-
-
-@once
-def all_reduced() -> dict[Sum, list[tuple[Tensor, dict[str, int]]]]:
-    per_rank = run_ranks(reduced, RANKS, SUMS)
-    return {each: [found[index] for found in per_rank] for index, each in enumerate(SUMS)}
-
-
-def error(total: Tensor) -> float:
-    """Euclidean distance to the sum of the unrounded gradients in fp64."""
-    exact = torch.stack([gradient_of(rank).double() for rank in range(RANKS)]).sum(0)
-    return (total.double() - exact).norm().item()
-
-
-def by_hand(wire: torch.dtype, accum: torch.dtype, grads: torch.dtype) -> Tensor:
-    """Round each gradient to the wire, sum in rank order in `accum`, round once to `grads`."""
-    total = gradient_of(0).to(wire).to(accum)
-    for rank in range(1, RANKS):
-        total = (total + gradient_of(rank).to(wire).to(accum)).to(accum)
-    return total.to(grads)
-
-
-@pytest.mark.parametrize("grads", [torch.float32, None], ids=["kept in fp32", "kept as sent"])
-@pytest.mark.parametrize("half", HALVES)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_16_bits_on_the_wire_err_no_more_than_a_sum_in_fp32_rounded_once(
-    strategy: str, half: torch.dtype, grads: torch.dtype | None
-) -> None:
-    stored = grads or half
-    bound = error(by_hand(half, torch.float32, stored))
-    for total, _ in all_reduced()[Sum(strategy, half, torch.float32, stored)]:
-        assert error(total) <= bound
-    summed_in_16_bits = error(by_hand(half, half, stored))
-    assert summed_in_16_bits > bound, "or the test could not tell"
-    if grads is not None:
-        for total, _ in all_reduced()[Sum(strategy, half, half)]:
-            assert error(total) == summed_in_16_bits, "a 16-bit sum, asked for, rounds every partial sum"
-
-
-@pytest.mark.parametrize("half", HALVES)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_16_bits_on_the_wire_are_half_the_bytes(strategy: str, half: torch.dtype) -> None:
-    """Exactly; of an all-reduce, the leg that carries gradients: the one that carries sums keeps their dtype."""
-    for rank in range(RANKS):
-        full = all_reduced()[Sum(strategy, torch.float32, torch.float32)][rank][1]
-        found = all_reduced()[Sum(strategy, half, torch.float32)][rank][1]
-        if strategy == "no_shard":
-            leg = full["all_reduce"] // 2
-            assert found == {"all_reduce": leg // 2 + leg}
-            as_sent = all_reduced()[Sum(strategy, half, torch.float32, half)][rank][1]
-            assert as_sent == {"all_reduce": leg}
-        else:
-            assert found == {"reduce_scatter": full["reduce_scatter"] // 2}
-            assert full["reduce_scatter"] == (RANKS - 1) * ROWS * COLUMNS // RANKS * 4
 
 
 def test_the_committed_table_is_what_is_observed() -> None:
