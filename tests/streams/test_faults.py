@@ -72,7 +72,7 @@ def entered_at_once(name: str) -> Callable[[], AbstractContextManager[Any]]:
     """A side stream does not wait for the stream that was current."""
 
     @contextmanager
-    def wrong(self: DeviceRuntime, asked: str, *, waits: bool = True) -> Iterator[None]:
+    def wrong(self: DeviceRuntime, asked: str, *, waits: bool) -> Iterator[None]:
         with bare(asked) if asked == name else _side_stream(self, asked, waits=waits):
             yield
 

@@ -75,16 +75,15 @@ class DeviceRuntime:
     def has_streams(self) -> bool:
         return is_queued(self.device)
 
-    def stream(self, name: str) -> AbstractContextManager[None]:
-        """Issue work on the side stream of this name, behind everything the current stream holds so far."""
-        return self._on_side_stream(name) if self.has_streams else _HERE
+    def stream(self, name: str, *, waits: bool = True) -> AbstractContextManager[None]:
+        """Issue work on the side stream of this name, behind everything the current stream holds so far.
 
-    def resuming(self, name: str) -> AbstractContextManager[None]:
-        """Issue more on a side stream that has waited for what that needs: a wait is work for the host, too."""
-        return self._on_side_stream(name, waits=False) if self.has_streams else _HERE
+        waits: false where the stream has waited for what the work needs: a wait is work for the host, too.
+        """
+        return self._on_side_stream(name, waits=waits) if self.has_streams else _HERE
 
     @contextmanager
-    def _on_side_stream(self, name: str, *, waits: bool = True) -> Iterator[None]:
+    def _on_side_stream(self, name: str, *, waits: bool) -> Iterator[None]:
         if name not in self._streams:
             self._streams[name] = cuda.Stream(self.device, priority=-1)
         side = self._streams[name]

@@ -149,7 +149,7 @@ class PendingReduction:
     def advance(self) -> bool:
         """Run the next stage, if there is one; whether more are left."""
         if self._has_more:
-            with self.runtime.resuming(self._stream):
+            with self.runtime.stream(self._stream, waits=False):
                 self.begin()
         return self._has_more
 
@@ -157,7 +157,7 @@ class PendingReduction:
         while self.advance():
             pass
         if self.runtime.has_streams:
-            with self.runtime.resuming(self._stream):
+            with self.runtime.stream(self._stream, waits=False):
                 self.done = self.runtime.record()
 
     def wait(self) -> None:

@@ -32,10 +32,6 @@ class UnitPlan:
     module: nn.Module
     buckets: dict[GroupKey, Members] = field(default_factory=dict)
 
-    @property
-    def is_root(self) -> bool:
-        return self.name == ROOT
-
 
 class Unit:
     """One unit; its index is its place in every order of collectives."""
@@ -95,7 +91,7 @@ def build_units(
 ) -> list[Unit]:
     units = []
     for plan in plans:
-        with memory.unit(shares=not plan.is_root):
+        with memory.unit(shares=plan.name != ROOT):
             buckets = [make_group(f"{plan.name}/{key.label}", key, members) for key, members in plan.buckets.items()]
         units.append(Unit(plan.name, plan.module, buckets))
     return units
@@ -103,34 +99,26 @@ def build_units(
 
 def plan_units(module: nn.Module, unit_classes: Sequence[type[nn.Module]]) -> list[UnitPlan]:
     """Assign every parameter to a unit: the root, then units in definition order, without empty ones."""
-    plans = {id(module): UnitPlan(ROOT, module)}
+    plans, classes = {id(module): UnitPlan(ROOT, module)}, tuple(unit_classes)
     homes: dict[nn.Parameter, tuple[str, set[int]]] = {}
-    _visit(module, "", id(module), tuple(unit_classes), plans, homes, set())
+    seen: set[tuple[int, int]] = set()
+
+    def visit(part: nn.Module, path: str, unit: int) -> None:
+        if path and unit == id(module) and isinstance(compiled(part), classes):
+            unit = id(part)
+            plans.setdefault(unit, UnitPlan(path, part))
+        if (id(part), unit) in seen:
+            return
+        seen.add((id(part), unit))
+        prefix = f"{path}." if path else ""
+        for name, param in part.named_parameters(recurse=False):
+            homes.setdefault(param, (prefix + name, set()))[1].add(unit)
+        for name, child in part.named_children():
+            visit(child, prefix + name, unit)
+
+    visit(module, "", id(module))
     for param, (name, units) in homes.items():
         home = next(iter(units)) if len(units) == 1 else id(module)
         key = GroupKey(param.dtype, param.requires_grad, is_expert(param), encodings_of(param))
         plans[home].buckets.setdefault(key, []).append((name, param))
-    return [plan for plan in plans.values() if plan.is_root or plan.buckets]
-
-
-def _visit(
-    module: nn.Module,
-    path: str,
-    unit: int,
-    classes: tuple[type[nn.Module], ...],
-    plans: dict[int, UnitPlan],
-    homes: dict[nn.Parameter, tuple[str, set[int]]],
-    seen: set[tuple[int, int]],
-) -> None:
-    root = next(iter(plans))
-    if path and unit == root and isinstance(compiled(module), classes):
-        unit = id(module)
-        plans.setdefault(unit, UnitPlan(path, module))
-    if (id(module), unit) in seen:
-        return
-    seen.add((id(module), unit))
-    prefix = f"{path}." if path else ""
-    for name, param in module.named_parameters(recurse=False):
-        homes.setdefault(param, (prefix + name, set()))[1].add(unit)
-    for name, child in module.named_children():
-        _visit(child, prefix + name, unit, classes, plans, homes, seen)
+    return [plan for plan in plans.values() if plan.name == ROOT or plan.buckets]
