@@ -251,19 +251,15 @@ class MegatronModel(FSDPModule):
     """See `install_weights`. Call it after `step(install_optimized_model_weights=False)`."""
 
     def start_param_sync(self, *_: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:
-        """Start the gathers of the next forward. `force_sync` is not implemented, `force_dispatch` has
-        no effect. RuntimeError: inside the model's forward or backward."""
+        """Nothing: each forward issues its own gathers. `force_sync` is not implemented."""
         if force_sync:
             raise NotImplementedError(
                 "start_param_sync(force_sync=True) would leave the weights of all units whole on every rank: use `with"
                 " model.unsharded():` to read or edit them; a forward gathers what it needs"
             )
-        engine_of(self).weights.start()
 
     def synchronize_param_gather(self) -> None:
-        """Wait until no gather of weights is in flight on this rank and on the ranks that read from it. Units that were
-        gathered ahead are dropped. RuntimeError: inside the model's forward or backward."""
-        engine_of(self).weights.settle()
+        """Nothing: whoever uses weights waits for their gathers."""
 
     def broadcast_params(self) -> None:
         """Set weights that several ranks hold to the first rank's values, including its edits, from the next forward.

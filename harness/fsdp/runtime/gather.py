@@ -77,7 +77,7 @@ class GatherPipeline:
         if self._late:
             self._learn_order()
         if not backward_follows and not inside:
-            self.settle()
+            self.reshard_all(kept_too=False)
 
     def pre_backward(self) -> None:
         """A backward begins: sweep over the units in reverse order, after the root, where another forward has resharded
@@ -225,17 +225,10 @@ class GatherPipeline:
         for bucket in unit.buckets:
             bucket.reshard()
 
-    def reshard_all(self) -> None:
+    def reshard_all(self, *, kept_too: bool = True) -> None:
         """Reshard every unit, the root too, waiting for gathers under way; a sweep that had begun is over."""
-        self._reshard_all(self.order)
-
-    def settle(self) -> None:
-        """Have no gather under way: what was fetched ahead is dropped, and gathered again when it is used."""
-        self._reshard_all([unit for unit in self.order if unit not in self._kept])
-
-    def _reshard_all(self, units: Sequence[Unit]) -> None:
         self._begin([])
-        for unit in units:
+        for unit in [each for each in self.order if kept_too or each not in self._kept]:
             if unit in self._on_way:
                 self._wait_for_unshard(unit)
             if unit in self._whole:

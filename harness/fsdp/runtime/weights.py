@@ -150,7 +150,9 @@ class Weights:
     @contextmanager
     def unsharded(self, wanted: nn.Module | None = None) -> Iterator[None]:
         units = self._units_of(wanted)
-        self._refuse_inside("unsharded()")
+        self.hooks.recover()
+        if self.hooks.is_inside:
+            raise RuntimeError("unsharded() inside the model's forward or backward: weights that run are whole already")
         self.step.check_installed()
         self.hooks.check_module()
         self.adopt_edits()
@@ -171,24 +173,6 @@ class Weights:
             rest(held)
         if edited:
             self.install()
-
-    def start(self) -> None:
-        self._refuse_inside("start_param_sync()")
-        self.step.check_installed()
-        self.wait()
-        self.gather.pre_forward()
-        rest(self.units)
-
-    def settle(self) -> None:
-        self._refuse_inside("synchronize_param_gather()")
-        self.wait()
-        self.gather.settle()
-        rest(self.units)
-
-    def _refuse_inside(self, call: str) -> None:
-        self.hooks.recover()
-        if self.hooks.is_inside:
-            raise RuntimeError(f"{call} inside the model's forward or backward: weights that run are whole already")
 
     def _units_of(self, wanted: nn.Module | None) -> list[Unit]:
         """Raises TypeError where it is no module, ValueError where a parameter of it is not the model's."""

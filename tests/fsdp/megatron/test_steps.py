@@ -12,7 +12,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from harness.fsdp import StepError, megatron
-from harness.fsdp.runtime.gather import GatherPipeline
 from harness.fsdp.runtime.step import TRANSITIONS, Call, Step
 from tests.fsdp.checked import RANKS, Mutant, each_holds, each_is_found, patched, said
 from tests.fsdp.habits.world import Habits
@@ -144,19 +143,6 @@ def last_microbatch(rank: int, strategy: str) -> list[str]:
     return told
 
 
-@CHECKS.check
-def ahead(rank: int, strategy: str) -> list[str]:
-    """What is gathered ahead is dropped again by name; the next backward is right."""
-    model = sharded(strategy)
-    loss = loss_of(model, data(0, rank))
-    model.start_param_sync()
-    model.synchronize_param_gather()
-    whole = [unit.name for unit in model.engine.gather.order if model.engine.gather.is_whole(unit)]
-    loss.backward()
-    right = plain_gradients([data(0, each) for each in range(RANKS)], 1 / RANKS)
-    return [f"{name} is whole" for name in whole] + close(dict(model.full_gradients()), right)
-
-
 test_a_name_of_megatron_fsdp_does_what_it_says = each_holds(__name__, CHECKS)
 
 
@@ -194,11 +180,6 @@ MUTANTS = {
         "zero_grad(zero_grad_buffer=False) forgets microbatches that are not finished",
         patched(megatron, "bind", forgets_all),
         "zeroing",
-    ),
-    "gathers are left under way": _of_steps(
-        "synchronize_param_gather drops nothing of what was fetched ahead",
-        patched(GatherPipeline, "settle"),
-        "ahead",
     ),
 }
 
