@@ -7,29 +7,27 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
 
 from harness.fsdp.comm import device
-from harness.fsdp.comm.communicator import Communicator
-from harness.fsdp.comm.device import DeviceRuntime, Event, copy_together
-from harness.fsdp.comm.reduction import Exchange, Reduction
+from harness.fsdp.comm.device import DeviceRuntime, copy_together
+from harness.fsdp.comm.reduction import Exchange
 from harness.fsdp.runtime.reduce import PendingReduction, ReducePipeline
 from harness.fsdp.runtime.weights import Weights
 from harness.fsdp.storage.gradients import Gradients
 from harness.fsdp.storage.memory import BucketMemory, Turn
-from harness.fsdp.storage.param_group import ParamGroup
 from harness.fsdp.update import norms
 from tests.streams import programs
 from tests.streams.cases import APART, LOADING, READING, Case
 from tests.streams.programs import run
 from tests.streams.races import races_of
 from tests.support.covering import once
-from tests.support.mutants import Slip, each
+from tests.support.mutants import Slip, each, slips
 from tests.support.spawn import run_ranks
 
 ZERO1, ZERO2, ZERO3 = (Case(name) for name in ("optim", "optim_grads", "optim_grads_params"))
@@ -50,6 +48,13 @@ class Fault:
     between: tuple[str, str] = ("", "")
 
 
+@contextmanager
+def slipped(slip: Slip) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        slip.put(monkeypatch)
+        yield
+
+
 def instead(of: Any, name: str, wrong: Callable[..., Any]) -> Callable[[], AbstractContextManager[Any]]:
     return lambda: mock.patch.object(of, name, wrong)
 
@@ -68,17 +73,6 @@ def bare(name: str) -> AbstractContextManager[Any]:
 _STREAMS: list[programs.Stream] = []
 
 
-def entered_at_once(name: str) -> Callable[[], AbstractContextManager[Any]]:
-    """A side stream does not wait for the stream that was current."""
-
-    @contextmanager
-    def wrong(self: DeviceRuntime, asked: str, *, waits: bool) -> Iterator[None]:
-        with bare(asked) if asked == name else _side_stream(self, asked, waits=waits):
-            yield
-
-    return instead(DeviceRuntime, "_on_side_stream", wrong)
-
-
 def on_stream(of: Any, method: str, stream: str) -> Callable[[], AbstractContextManager[Any]]:
     """A function runs on a side stream that waits for nothing."""
     right = getattr(of, method)
@@ -88,14 +82,6 @@ def on_stream(of: Any, method: str, stream: str) -> Callable[[], AbstractContext
             return right(*args, **named)
 
     return instead(of, method, wrong)
-
-
-def forgetful_wait(self: ParamGroup) -> None:
-    self._forgotten = self._unsharding
-    self._unsharding = []
-    for encoding in self.encodings:
-        encoding.is_valid = True
-    self.point_at_weights()
 
 
 @contextmanager
@@ -113,11 +99,6 @@ def landed_too_soon() -> Iterator[None]:
 
     with mock.patch.multiple(PendingReduction, _exchange=noting, wait=wait):
         yield
-
-
-def folded_at_once(self: Reduction, exchange: Exchange, into: list[Tensor], *, add: bool) -> None:
-    exchange.pending.incoming = []
-    _fold(self, exchange, into, add=add)
 
 
 def early_event(self: PendingReduction) -> None:
@@ -145,21 +126,6 @@ def swapped_early() -> Iterator[None]:
         yield
 
 
-def early_sums(self: Communicator, values: Tensor, purpose: str) -> Tensor:
-    if self.size > 1:
-        self.group.allreduce([values])
-    return values
-
-
-def uninstalled(self: ParamGroup) -> None:
-    self.awaited = []
-
-
-@contextmanager
-def received_by_one(self: DeviceRuntime, stream: Any) -> Iterator[None]:
-    yield
-
-
 def moved_late(self: ReducePipeline, bucket: Any) -> PendingReduction:
     held: Gradients = bucket.gradients
     waiting, held._waiting = held._waiting, {}
@@ -180,29 +146,9 @@ def installed_beside(self: Any, *args: Any, **named: Any) -> None:
         _install(self, *args, **named)
 
 
-def early_reads(self: PendingReduction) -> None:
-    if self.done is not None:
-        self.done = Event()
-    _wait(self)
+_install = Weights.install
 
-
-_fold, _wait, _install = Reduction.fold, PendingReduction.wait, Weights.install
-
-FAULTS = {
-    "no wait after a gather": Fault(
-        "A unit's forward begins before its weights have come in",
-        instead(ParamGroup, "wait_for_unshard", forgetful_wait),
-        ZERO3,
-        r"weights of \(root\)/float32",
-        ("nccl all_gather", "mm on stream main"),
-    ),
-    "gather beside the last use": Fault(
-        "The stream of gathers does not wait for the compute that has used the memory before",
-        entered_at_once("gather"),
-        ZERO3,
-        r"weights of blocks\.\d/float32",
-        ("allocated on stream main", "copy_ of blocks.* on stream gather"),
-    ),
+PATCHED = {
     "bucket from the wrong stream": Fault(
         "The bucket that autograd fills is allocated on the stream of reductions, and goes back to it",
         on_stream(BucketMemory, "take", "reduce"),
@@ -217,20 +163,6 @@ FAULTS = {
         r"memory for blocks\.2/float32",
         ("stream reduce|stream nccl reduce", "stream main"),
     ),
-    "reduced before the last gradient": Fault(
-        "A reduction does not wait for the kernels that write its gradients",
-        entered_at_once("reduce"),
-        ZERO1,
-        r"gradient sums of blocks\.2/float32",
-        ("on stream main", "nccl reduce_scatter"),
-    ),
-    "outer beside inner": Fault(
-        "The outer reduction does not wait for the inner one",
-        entered_at_once("outer"),
-        HSDP,
-        r"gradient sums of blocks\.2/float32",
-        ("stream reduce", "all_reduce of blocks.2/float32 outer"),
-    ),
     "event before its work": Fault(
         "The event of a reduction is recorded before the reduction",
         instead(PendingReduction, "run", early_event),
@@ -238,79 +170,12 @@ FAULTS = {
         r"gradient sums of \(root\)/float32",
         ("copy_ of .* on stream reduce", "mul_ .* on stream main"),
     ),
-    "sums used too soon": Fault(
-        "The optimizer does not wait for the reductions",
-        instead(PendingReduction, "wait", early_reads),
-        ZERO1,
-        r"gradient sums of \(root\)/float32",
-        ("nccl reduce_scatter|stream reduce", "stream main"),
-    ),
     "one buffer for two": Fault(
         "Under double_buffer a unit is fetched one early, into the buffer of the unit that runs",
         swapped_early,
         Case("optim_grads_params", buffers="double"),
         r"weights of blocks\.\d/float32 \| weights of blocks",
         ("", ""),
-    ),
-    "all-to-all not waited for": Fault(
-        "Contributions are summed before they have come in",
-        instead(Reduction, "fold", folded_at_once),
-        BF16,
-        r"memory for blocks\.2/bfloat16",
-        ("nccl all_to_all", "stream reduce"),
-    ),
-    "reduce-scatter not waited for": Fault(
-        "A reduce-scatter's result is added to the sums before it has come in",
-        instead(Reduction, "fold", folded_at_once),
-        Case("optim_grads", k=2),
-        r"memory for blocks\.2/float32",
-        ("nccl reduce_scatter", "stream reduce"),
-    ),
-    "norm before its sum": Fault(
-        "The norm is taken before the ranks' parts are added",
-        instead(Communicator, "sum_scalars", early_sums),
-        Case("optim_grads", clip=True),
-        r"memory for (norm|\(root\)|blocks)|block \d+",
-        ("nccl all_reduce", "sqrt"),
-    ),
-    "weights not installed": Fault(
-        "The next forward begins before other ranks' updated weights have come in",
-        instead(ParamGroup, "receive", uninstalled),
-        ZERO1,
-        r"weights of \(root\)/float32",
-        ("nccl all_gather", "mm on stream main"),
-    ),
-    "inner shards not installed": Fault(
-        "A unit is gathered before its part has come in from the outer axis",
-        instead(ParamGroup, "receive", uninstalled),
-        Case("optim_grads_params", "optim"),
-        r"weights of blocks\.\d/float32",
-        ("nccl all_gather of .* outer", "stream gather"),
-    ),
-    "loaded beside a copy": Fault(
-        "The host writes main weights that a device is still copying",
-        instead(Weights, "_wait_for_device", lambda self: None),
-        Case("optim", offload=True, more=LOADING, policy="bf16"),
-        r"main weights of .*/bfloat16",
-        ("copy_ .*stream other", "copy_ .*stream host"),
-    ),
-    "updated beside a copy": Fault(
-        "An optimizer updates main weights on the host that a device still copies for an evaluation",
-        lambda: mock.patch.object(
-            Weights,
-            "before_update",
-            Slip(Weights, "before_update", "self._wait_for_device()", "").made(),
-        ),
-        Case("optim_grads", offload=True, more=APART, policy="bf16"),
-        r"main weights of .*/bfloat16",
-        ("copy_ .*stream other", "adam.*stream host|stream host"),
-    ),
-    "received by the reader alone": Fault(
-        "The first stream that reads weights after an update waits for them, and no other does",
-        instead(DeviceRuntime, "as_on", received_by_one),
-        Case("optim", more=READING),
-        r"weights of \(root\)/float32",
-        ("pow on stream other", "nccl all_gather"),
     ),
     "installed beside the update": Fault(
         "Weights are overwritten while the optimizer's stream still updates what they are made of",
@@ -340,13 +205,6 @@ FAULTS = {
         r"memory for blocks\.2/float32",
         ("nccl reduce_scatter|stream reduce", "_foreach_copy_"),
     ),
-    "offloaded and not waited for": Fault(
-        "The host steps main gradients that are still being copied to it",
-        instead(DeviceRuntime, "synchronize", lambda self: None),
-        Case("optim_grads", offload=True),
-        r"main gradients of \(root\)/float32",
-        ("copy_", "on stream host"),
-    ),
     "clipped beside the norm": Fault(
         "Gradients are scaled on a stream that waits for nothing",
         on_stream(norms, "scale_gradients", "clip"),
@@ -361,15 +219,6 @@ FAULTS = {
         r"weights of (\(root\)|blocks\.\d)/float32",
         ("stream main", "allocated from stream gather"),
     ),
-    "waiting for a leg that moves nothing": Fault(
-        "Compute waits for the gather of an axis of one rank, and not for the one before it",
-        lambda: mock.patch.object(
-            ParamGroup, "gather_shards", Slip(ParamGroup, "gather_shards", " if sizes[leg.axis] > 1", "").made()
-        ),
-        Case("optim", "optim", more="inner axis of one rank"),
-        r"weights of (\(root\)|blocks\.\d)/float32",
-        ("nccl all_gather", "on stream main"),
-    ),
     "backward not handed back": Fault(
         "A backward under another current stream ends without that stream having waited for its leaves",
         instead(programs, "hand_back", lambda caller, forward: None),
@@ -377,6 +226,103 @@ FAULTS = {
         r"memory for \(root\)/float32",
         ("stream main", "stream (other|reduce|nccl reduce)"),
     ),
+}
+
+CASES = {
+    "double step": Case("optim_grads", k=2),
+    "norm": Case("optim_grads", clip=True),
+    "outer optim": Case("optim_grads_params", "optim"),
+    "loading": Case("optim", offload=True, more=LOADING, policy="bf16"),
+    "apart": Case("optim_grads", offload=True, more=APART, policy="bf16"),
+    "reading": Case("optim", more=READING),
+    "offload": Case("optim_grads", offload=True),
+    "one rank inside": Case("optim", "optim", more="inner axis of one rank"),
+} | {"ZeRO-1": ZERO1, "ZeRO-2": ZERO2, "ZeRO-3": ZERO3, "HSDP": HSDP, "bf16": BF16}
+SLIPS = slips(
+    r"""
+    no wait after a gather: A unit's forward begins before its weights have come in
+        fsdp.storage.param_group.ParamGroup.wait_for_unshard: pending.wait()
+            => vars(self).setdefault("forgotten", []).append(pending)
+        ZeRO-3
+        weights of \(root\)/float32
+        nccl all_gather ; mm on stream main
+    gather beside the last use: The stream of gathers does not wait for the compute that has used the memory before
+        fsdp.comm.device.DeviceRuntime._on_side_stream: if waits: => if waits and name != "gather":
+        ZeRO-3
+        weights of blocks\.\d/float32
+        allocated on stream main ; copy_ of blocks.* on stream gather
+    reduced before the last gradient: A reduction does not wait for the kernels that write its gradients
+        fsdp.comm.device.DeviceRuntime._on_side_stream: if waits: => if waits and name != "reduce":
+        ZeRO-1
+        gradient sums of blocks\.2/float32
+        on stream main ; nccl reduce_scatter
+    outer beside inner: The outer reduction does not wait for the inner one
+        fsdp.comm.device.DeviceRuntime._on_side_stream: if waits: => if waits and name != "outer":
+        HSDP
+        gradient sums of blocks\.2/float32
+        stream reduce ; all_reduce of blocks.2/float32 outer
+    sums used too soon: The optimizer does not wait for the reductions
+        fsdp.runtime.reduce.PendingReduction.wait: self.done.wait() => pass
+        ZeRO-1
+        gradient sums of \(root\)/float32
+        nccl reduce_scatter|stream reduce ; stream main
+    all-to-all not waited for: Contributions are summed before they have come in
+        fsdp.comm.reduction.Reduction.fold: exchange.pending.wait()
+            => exchange.pending.incoming = []\n    exchange.pending.wait()
+        bf16
+        memory for blocks\.2/bfloat16
+        nccl all_to_all ; stream reduce
+    reduce-scatter not waited for: A reduce-scatter's result is added to the sums before it has come in
+        fsdp.comm.reduction.Reduction.fold: exchange.pending.wait()
+            => exchange.pending.incoming = []\n    exchange.pending.wait()
+        double step
+        memory for blocks\.2/float32
+        nccl reduce_scatter ; stream reduce
+    norm before its sum: The norm is taken before the ranks' parts are added
+        fsdp.comm.communicator.Communicator.sum_scalars: operation).wait() => operation)
+        norm
+        memory for (norm|\(root\)|blocks)|block \d+
+        nccl all_reduce ; sqrt
+    weights not installed: The next forward begins before other ranks' updated weights have come in
+        fsdp.storage.param_group.ParamGroup.receive: each.wait() => pass
+        ZeRO-1
+        weights of \(root\)/float32
+        nccl all_gather ; mm on stream main
+    inner shards not installed: A unit is gathered before its part has come in from the outer axis
+        fsdp.storage.param_group.ParamGroup.receive: each.wait() => pass
+        outer optim
+        weights of blocks\.\d/float32
+        nccl all_gather of .* outer ; stream gather
+    loaded beside a copy: The host writes main weights that a device is still copying
+        fsdp.runtime.weights.Weights._wait_for_device: if self.buckets[0].plan.offload is not None: => if False:
+        loading
+        main weights of .*/bfloat16
+        copy_ .*stream other ; copy_ .*stream host
+    updated beside a copy: An optimizer updates main weights on the host that a device still copies for an evaluation
+        fsdp.runtime.weights.Weights.before_update: self._wait_for_device() => pass
+        apart
+        main weights of .*/bfloat16
+        copy_ .*stream other ; adam.*stream host|stream host
+    received by the reader alone: The first stream that reads weights after an update waits for them, and no other does
+        fsdp.comm.device.DeviceRuntime.as_on: if now == stream: => if True:
+        reading
+        weights of \(root\)/float32
+        pow on stream other ; nccl all_gather
+    offloaded and not waited for: The host steps main gradients that are still being copied to it
+        fsdp.comm.device.DeviceRuntime.synchronize: if self.has_streams: => if False:
+        offload
+        main gradients of \(root\)/float32
+        copy_ ; on stream host
+    waiting for a leg that moves nothing: Compute waits for the gather of an axis of one rank, not for the one before it
+        fsdp.storage.param_group.ParamGroup.gather_shards: if sizes[leg.axis] > 1 =>
+        one rank inside
+        weights of (\(root\)|blocks\.\d)/float32
+        nccl all_gather ; on stream main
+    """
+)
+FAULTS = PATCHED | {
+    name: Fault(slip.breaks, partial(slipped, slip), CASES[case], buffer, tuple(between.split(" ; ")))
+    for name, (slip, case, buffer, between) in SLIPS.items()
 }
 
 
