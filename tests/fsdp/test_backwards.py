@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from harness.fsdp import MegatronModel, Strategy, fully_shard, fully_shard_model
 from tests.fsdp.habits.world import same_gradients
@@ -112,21 +111,6 @@ class Regularised(nn.Module):
         return self.body(early).square().sum()
 
 
-class Reentrant(nn.Module):
-    """Blocks behind reentrant checkpointing, one of them called twice: their graph is made inside the backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.inward, self.blocks, self.head = nn.Linear(6, 6), nn.ModuleList(Block() for _ in range(3)), nn.Linear(6, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.inward(x)
-        for index in (0, 1, 2, 1):
-            x = checkpoint(self.blocks[index], x, use_reentrant=True)
-        return self.head(x)
-
-
 class Force(nn.Module):
     """A unit that differentiates inside its forward."""
 
@@ -208,7 +192,6 @@ Program = tuple[Callable[[], nn.Module], Callable[[Any, Any], Any]]
 PROGRAMS: dict[str, Program] = {
     "a unit is complete after its last call": (Unrolled, three_times),
     "a retained graph is used again": (Unrolled, retained),
-    "reentrant checkpointing": (Reentrant, three_times),
     "to a parameter of the root alone": (make, to_the_head_alone),
     "forces from an energy": (lambda: Energy(by_grad), lambda model, _: backward_of(model)),
     "forces from an energy, differentiable": (lambda: Energy(by_grad_again), lambda model, _: backward_of(model)),
