@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from itertools import product
 from typing import Any, NamedTuple
 from unittest import mock
@@ -17,13 +17,11 @@ from torch import Tensor, nn
 from harness.fsdp import MixedPrecisionPolicy, fully_shard
 from harness.fsdp.runtime.backward_hooks import BackwardHooks
 from harness.fsdp.runtime.gather import GatherPipeline
-from harness.fsdp.runtime.readiness import Readiness
 from harness.fsdp.runtime.reduce import ReducePipeline
-from harness.fsdp.runtime.step import Step
 from harness.fsdp.runtime.units import Unit
 from tests.fsdp.pairs import STRATEGIES
 from tests.support.covering import Cover, once
-from tests.support.mutants import each
+from tests.support.mutants import Slip, each, slips
 from tests.support.spawn import run_ranks
 
 DIM, LAYERS, EXPERTS = 4, 6, 6
@@ -271,38 +269,43 @@ def test_gradients_are_those_of_one_process(case: Case) -> None:
 # -- mutants -----------------------------------------------------------------------------------------------------------
 
 
+_make_room = ReducePipeline._make_room
+
+
 def without_turns(self: ReducePipeline, unit: Unit) -> None:
     with mock.patch.object(self, "before_wait") if unit.is_root else nullcontext():
         _make_room(self, unit)
 
 
-def wait_for_weights_first(self: BackwardHooks) -> None:
-    self.gather.post_backward()
-    _root_post_backward(self)
-
-
 @contextmanager
-def both(*patches: Any) -> Iterator[None]:
-    with ExitStack() as stack:
-        for patch in patches:
-            stack.enter_context(patch)
+def no_turn_of_the_root() -> Iterator[None]:
+    with (
+        mock.patch.object(ReducePipeline, "_make_room", without_turns),
+        mock.patch.object(GatherPipeline, "unshard_next"),  # which most often has given them already
+    ):
         yield
 
 
-_make_room, _root_post_backward = ReducePipeline._make_room, BackwardHooks._root_post_backward
+@contextmanager
+def slipped(slip: Slip) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        slip.put(monkeypatch)
+        yield
+
+
+WEIGHTS_FIRST = Slip(
+    BackwardHooks, "_root_post_backward", "self._task = None", "self._task = None\n    self.gather.post_backward()"
+)
 APART: dict[str, tuple[str, str, Callable[[], Any]]] = {
     "root gives no turn": (
         "The root waits for a reduction that others cannot come to without the weights of the unit this rank uses next",
         "as reported, k=1",
-        lambda: both(
-            mock.patch.object(ReducePipeline, "_make_room", without_turns),
-            mock.patch.object(GatherPipeline, "unshard_next"),  # which most often has given them already
-        ),
+        no_turn_of_the_root,
     ),
     "weights before reductions": (
         "A backward ends with waiting for others to take weights, before it reduces what it did not use",
         "nothing shared, k=1",
-        lambda: mock.patch.object(BackwardHooks, "_root_post_backward", wait_for_weights_first),
+        lambda: slipped(WEIGHTS_FIRST),
     ),
 }
 
@@ -323,45 +326,32 @@ def test_an_engine_that_hangs_says_where(mutant: str) -> None:
         assert re.search(r"did not come about within 3 s.*layers\.\d\.experts\.\d", said, re.DOTALL), said
 
 
-_note_forwards, _post_forward = Readiness.note_forwards, GatherPipeline.post_forward
-
-
-def keeping(self: GatherPipeline, *, backward_follows: bool, inside: bool = False) -> None:
-    _post_forward(self, backward_follows=backward_follows or inside, inside=inside)
-
-
-MUTANTS: dict[str, tuple[str, str, Callable[[], Any], str]] = {
-    "every forward counts": (
-        "A rank waits for gradients of units that it called in an evaluation alone, and others wait for the rank",
-        "after an evaluation",
-        lambda: mock.patch.object(Readiness, "note_forwards", lambda self, _: _note_forwards(self, set())),
-        "did not come about within 3 s",
-    ),
-    "one number for all forwards": (
-        "A rank waits for gradients of units that only a forward with a backward of its own called",
-        "two forwards, then two backwards",
-        lambda: mock.patch.object(Step, "forward_number", property(lambda self: 1)),
-        "did not come about within 3 s",
-    ),
-    "last unit kept": (
-        "A unit that a rank did not use in a forward of generate() stays whole there, and is not in its next sweep",
-        "generate() with other layers on each rank",
-        lambda: mock.patch.object(GatherPipeline, "post_forward", keeping),
-        "ranks issue different collectives",
-    ),
-    "no forward counts": (
-        "A layer that is differentiated inside the backward is taken for one that is not used",
-        "layers that are differentiated inside the backward",
-        lambda: mock.patch.object(Readiness, "note_forwards"),
-        "arrived after unit",
-    ),
-}
+MUTANTS = slips(
+    """
+    every forward counts: A rank waits for gradients of units that an evaluation alone called, and others wait for it
+        fsdp.runtime.readiness.Readiness.note_forwards: if numbers else => if False else
+        after an evaluation
+        did not come about within 3 s
+    one number for all forwards: A rank waits for gradients of units that only a forward with its own backward called
+        fsdp.runtime.step.Step.forward_number: self.num_forwards if self.in_forward else 0 => 1
+        two forwards, then two backwards
+        did not come about within 3 s
+    last unit kept: A unit that a rank did not use in generate() stays whole there, and is not in its next sweep
+        fsdp.runtime.gather.GatherPipeline.post_forward: if backward_follows else => if backward_follows or inside else
+        generate() with other layers on each rank
+        ranks issue different collectives
+    no forward counts: A layer that is differentiated inside the backward is taken for one that is not used
+        fsdp.runtime.readiness.Readiness.note_forwards: bool( => False and bool(
+        layers that are differentiated inside the backward
+        arrived after unit
+    """
+)
 
 
 def broken(rank: int) -> dict[str, str]:
     said = {}
-    for mutant, (_, habit, patch, _) in MUTANTS.items():
-        with patch():
+    for mutant, (slip, habit, _) in MUTANTS.items():
+        with slipped(slip):
             try:
                 gradients(rank, habit, ZERO3, MUTANT_LIMIT_S, prefetch=0)
             except RuntimeError as error:
@@ -375,7 +365,7 @@ def said() -> list[dict[str, str]]:
     return run_ranks(broken, 2)
 
 
-@pytest.mark.parametrize("mutant", each("Forwards of a backward", ((n, m[0]) for n, m in MUTANTS.items())))
+@pytest.mark.parametrize("mutant", each("Forwards of a backward", MUTANTS))
 def test_an_engine_that_takes_the_wrong_forwards_is_found(mutant: str) -> None:
     for of_rank in said():
-        assert MUTANTS[mutant][3] in of_rank[mutant]
+        assert MUTANTS[mutant][2] in of_rank[mutant]
