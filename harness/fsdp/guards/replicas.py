@@ -1,15 +1,10 @@
-"""Data that several ranks hold alike: weights, compared every few steps, and gradients of copies, compared once; and
-modules, settings and plans, compared before anything is changed.
+"""Data that several ranks hold alike: weights, compared every few steps; and modules, settings and plans, compared
+before anything is changed.
 
 Bits are read as words of 32, 16 or 8 bits. Each word is mixed with its index, and the
 mixed words are added modulo 2^64: a sum of integers has no order, so any kernel gives the same hash. The mix is not
 linear, so that changes do not cancel. Ranks compare one number; where it differs, one number a tensor; then one number
 a part of the first tensor that differs.
-
-Each rank updates a parameter that no plan of tensor parallelism cuts for itself. That is right only where all see the
-same batch, dropout, heads and positions; otherwise copies part without an error. So their gradients are compared in the
-first update. Bits may differ by kernel: a few sums are compared, products with two fixed waves, and the norm. They must
-agree to a sixteenth of the norm; gradients below a thousandth of the largest may be rounding and are not judged.
 """
 
 from __future__ import annotations
@@ -161,66 +156,7 @@ def _own(bucket: ParamGroup) -> Replica:
 
 
 class CopiesPart(RuntimeError):
-    """Data, or gradients of a copied parameter, differ between tensor-parallel ranks."""
-
-
-class CopiedGradients:
-    """buckets: those with gradients now, in the same order on all ranks."""
-
-    def __init__(self, buckets: Callable[[], Sequence[ParamGroup]], meshes: Meshes) -> None:
-        self._buckets, self._meshes = buckets, meshes
-        self._is_done = meshes.tensor is None or meshes.tensor.size == 1
-
-    def check(self) -> None:
-        """The gradients of an update are finished. *Collective* until there were some that are finite. Raises
-        CopiesPart: on all ranks of the tensor-parallel axis, and wherever its data is."""
-        if self._is_done:
-            return
-        names, sums = self._sums()
-        if not names:
-            self._is_done = True
-            return
-        tensor = self._meshes.tensor
-        assert tensor is not None
-        table = all_values(tensor, sums, "gradients of copies").cpu()
-        norms = table[..., -1]
-        self._is_done = bool((norms.isfinite() & (norms > 0)).any())
-        largest, apart = parted(table)
-        apart &= (largest > SMALL * largest.max()) & norms.isfinite().all(0)
-        if bool(apart.any()):
-            self._is_done = False
-            places = apart.nonzero().flatten().tolist()
-            raise CopiesPart(_describe_copies([names[place] for place in places], norms[:, places[0]].tolist()))
-
-    @torch.no_grad()
-    def _sums(self) -> tuple[list[str], Tensor]:
-        """Names of copied parameters; products with waves, and the norm, of each: fp64 [parameters, waves + 1]."""
-        names, found = [], []
-        for mesh in self._meshes:
-            copied = [
-                (slot.spec.name, slot.spec.numel, *_of_rows(bucket, place))
-                for bucket in self._buckets()
-                if bucket.mesh is mesh
-                for place, slot in enumerate(bucket.layout.slots)
-                if bucket.tp_shards[slot.spec.name].is_copied
-            ]
-            if copied:
-                sums = torch.stack([torch.cat([sums, sums.new_tensor([count])]) for _, _, count, sums in copied])
-                sums = mesh.everyone.sum_scalars(sums, "gradients of copies")
-                wholes = sums.new_tensor([max(numel, 1) for _, numel, _, _ in copied])
-                sums = sums[:, :-1] / (sums[:, -1:] / wholes[:, None]).clamp(min=1.0)  # as often as it lies there
-                sums[:, -1].sqrt_()
-                names += [name for name, *_ in copied]
-                found.append(sums)
-        device = self._meshes.dense.everyone.runtime.device
-        return names, torch.cat(found) if found else torch.zeros(0, len(WAVES) + 1, dtype=torch.float64, device=device)
-
-
-def _of_rows(bucket: ParamGroup, place: int) -> tuple[int, Tensor]:
-    slot = bucket.layout.slots[place]
-    local = bucket.layout.local_slice(slot, bucket.cuts.layout_rank)
-    shard = bucket.grad_shards[slot.segment].detach()
-    return local.numel, sums_with_waves(shard[local.offset : local.offset + local.numel], local.start)
+    """Tensor-parallel ranks see other data."""
 
 
 def sums_with_waves(flat: Tensor, start: int) -> Tensor:
@@ -238,18 +174,6 @@ def parted(table: Tensor) -> tuple[Tensor, Tensor]:
     """The largest norm, and True where ranks differ, by products with waves and norms, [ranks, ..., waves + 1]."""
     largest = table[..., -1].nan_to_num(0.0, 0.0).amax(0)
     return largest, (table.amax(0) - table.amin(0)).amax(-1) > CLOSE * largest  # never so where one is NaN
-
-
-def _describe_copies(names: list[str], norms: list[float]) -> str:
-    others = f" (and of {len(names) - 1} more)" if len(names) > 1 else ""
-    text = ", ".join(f"{norm:.3g}" for norm in norms)
-    return (
-        f"gradients of {names[0]}{others} differ between tensor-parallel ranks, which all have it whole: its norms"
-        f" are {text}. Each rank would update its copy in its own way. Either the ranks of tp_dim did not see the same:"
-        " give them the same batch, and seed dropout alike where activations are not cut. Or its module sees this"
-        " rank's heads or positions only, and its gradient is a term of a sum: name it in the plan, with"
-        " SequenceParallel() say, whose gradients are summed. No weight was changed; zero_grad() forgets the step"
-    )
 
 
 Pairs = Sequence[tuple[str, str]]  # pairs of a subject ("parameter blocks.0.weight") and its value on this rank

@@ -14,7 +14,6 @@ from harness.fsdp.comm.device import is_queued
 from harness.fsdp.comm.events import Label
 from harness.fsdp.comm.mesh import Meshes
 from harness.fsdp.comm.reduction import Integers
-from harness.fsdp.guards.replicas import CopiedGradients
 from harness.fsdp.runtime.hooks import Hooks
 from harness.fsdp.runtime.same_data import SameData
 from harness.fsdp.runtime.step import Call, Progress, StepError, StepState
@@ -41,9 +40,7 @@ class GradientSync:
         self.hooks, self.weights, self.integers = hooks, weights, integers
         self.units, self.step, self.reduce, self.guard = hooks.units, hooks.step, hooks.reduce, hooks.guard
         self.usage = Usage(weights.meshes, hooks.units)
-        units = hooks.units
-        copies = CopiedGradients(lambda: [each for unit in units for each in unit.trainable], weights.meshes)
-        self.checks = copies, SameData(hooks.root.module, list(buckets_of(units)), weights.meshes)
+        self.checks = (SameData(hooks.root.module, list(buckets_of(hooks.units)), weights.meshes),)
         self.sharded: list[ShardedParameters] = []
         self._kept: list[Kept] = []
         self._has_begun = False

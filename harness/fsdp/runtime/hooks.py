@@ -39,7 +39,6 @@ class Hooks(BackwardHooks):
         self.root = units[0]
         self.before_forward: Callable[[], None] = lambda: None
         self.whereabouts = Whereabouts(self.root.module)
-        self.lost_edits = edits.LostEdits(next(buckets_of(units)).memory.device)
         self._depth = 0  # of forwards of the model inside its own, or inside a method
         self._alone: Unit | None = None  # called outside of the model's forward
         self._num_updates = 0
@@ -89,8 +88,6 @@ class Hooks(BackwardHooks):
         else:
             self._begin_forward(with_gradients=with_gradients)
         self.gather.pre_forward()
-        if self.lost_edits.looks:
-            self.lost_edits.note(self.root.buckets)
 
     def _begin_forward(self, *, with_gradients: bool) -> None:
         step = self.step
@@ -116,8 +113,6 @@ class Hooks(BackwardHooks):
         for bucket in self.root.buckets:
             bucket.receive()
         self._use_weights()
-        may_look = with_gradients and not self.gather.holds
-        self.lost_edits.begin(buckets_of(self.units), step.num_updates, may_look=may_look)
         self._depth = 0
         step.pre_forward(self.root.name, with_gradients=with_gradients)  # last: what raises above begins no forward
 
@@ -141,8 +136,6 @@ class Hooks(BackwardHooks):
         output = self._own(self.root, output)
         leaves, number = tensors_with_grad(output), self.step.forward_number
         inside = self._depth > 0
-        if self.lost_edits.looks and not inside:
-            self.lost_edits.end()
         self.gather.post_forward(backward_follows=bool(leaves) or self.step.made_nodes, inside=inside)
         if not inside:
             for bucket in buckets_of(self.units):
@@ -178,8 +171,6 @@ class Hooks(BackwardHooks):
             recorded = with_gradients and unit.readiness.note_recomputation()
             return self._watch_recomputed(unit, args, kwargs) if recorded else None
         self.step.running.add(unit.name)
-        if self.lost_edits.looks:
-            self.lost_edits.note(unit.buckets)
         # under reentrant checkpointing, where the call is recorded in the backward only
         hidden = self.step.in_forward and self.step.with_gradients and not with_gradients
         call = unit.readiness.begin_call(hidden=hidden, forward=self.step.forward_number)
@@ -222,11 +213,8 @@ class Hooks(BackwardHooks):
         self.watch_outputs(unit, leaves, calls[-1])
         if not leaves and torch.is_grad_enabled() and calls[-1].is_unseen:
             self._keep_unseen(unit)
-        if len(calls) == 1:  # it may be called in its own forward
-            if self.lost_edits.looks:
-                self.lost_edits.check(unit.buckets)
-            if unit is not self.gather.last or not leaves:
-                self.gather.reshard(unit, kept_too=False)
+        if len(calls) == 1 and (unit is not self.gather.last or not leaves):  # it may be called in its own forward
+            self.gather.reshard(unit, kept_too=False)
         return output
 
     def _own(self, unit: Unit, output: Any) -> Any:

@@ -16,7 +16,6 @@ from harness.fsdp.runtime import backward_hooks, gradient_sync, hooks, readiness
 from harness.fsdp.runtime.weak_hooks import ProgramHook
 from harness.fsdp.runtime.weights import Weights
 from harness.fsdp.storage import at_rest
-from harness.fsdp.storage.edits import LostEdits
 from harness.fsdp.storage.parameter_access import ParameterViews
 from tests.fsdp.checked import ZERO3, Mutant, each_holds, each_is_found, patched, said
 from tests.fsdp.habits.world import Habits, Net, Run, alike, data, mean_square, plain_sgd, run_of, sharded, training
@@ -212,59 +211,6 @@ def assigning_in_a_forward(rank: int, strategy: str) -> list[str]:
     return said(train, Exception, "head.weight was changed after sharding")
 
 
-class Clamping(nn.Linear):
-    """Clamps its weight in its forwards, from some one on."""
-
-    begin = calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.calls >= self.begin:
-            self.weight.data.clamp_(-0.1, 0.1)
-        self.calls += 1
-        return super().forward(x)
-
-
-def late() -> nn.Module:
-    layer = Clamping(6, 6)
-    layer.begin = 3
-    return layer
-
-
-def clamping(layer: Callable[[], nn.Module], place: str) -> Net:
-    net = Net()
-    net.set_submodule(place, layer())
-    return net
-
-
-CLAMPS = [(lambda: Clamping(6, 6), "second.out"), (lambda: Clamping(6, 6), "head"), (late, "second.out")]
-LOST = r"parameter {}.weight was edited inside a forward .*unsharded\(\)"
-
-
-@CHECKS.check
-def clamping_in_a_forward(rank: int, strategy: str) -> list[str]:
-    """It counts where it is an edit of main weights, and is refused where it would be lost, from whenever on."""
-    told = []
-    for layer, place in CLAMPS:
-        train = partial(
-            alike(partial(clamping, layer, place), training(11 if strategy == ZERO3 else 3)), rank, strategy
-        )
-        told += said(train, Exception, LOST.format(place)) if strategy == ZERO3 else train()
-    return told
-
-
-@CHECKS.check
-def clamping_narrow_weights_in_a_forward(rank: int, strategy: str) -> list[str]:
-    """Main weights of their own do not know of it, whatever the strategy."""
-    told = []
-    policy = MixedPrecisionPolicy(main_params_dtype=torch.float32)
-    for layer, place in CLAMPS[:2]:
-        module = clamping(layer, place).bfloat16()
-        more = {"fsdp_unit_modules": module.units, "mixed_precision_policy": policy}
-        model = fully_shard_model(module, zero_dp_strategy=strategy, **more)
-        told += said(partial(model, data([rank], 0).bfloat16()), Exception, LOST.format(place))
-    return told
-
-
 @CHECKS.check
 def a_module_alone_beside_main_weights(rank: int, strategy: str) -> list[str]:
     """Its main weights' gradient would be each rank's own; with penalties and without gradients they may be used."""
@@ -327,15 +273,7 @@ def initialising_unseeded(rank: int, strategy: str) -> list[str]:
 test_it_is_right_or_says_what_to_do = each_holds(__name__, CHECKS)
 
 
-_begin = LostEdits.begin
-
-
-def _looks_once(self: LostEdits, buckets: Any, num_updates: int, *, may_look: bool) -> None:
-    _begin(self, buckets, num_updates, may_look=may_look and not num_updates)
-
-
 UNCOMPARED = Slip(Weights, "install", "if compares else", "if False else")
-RESIDENT = Slip(LostEdits, "note", "bucket.computes_with_main_weights", "bucket.is_resident")
 _cannot_take = partial(Mutant, area="The engine, by what it cannot take")
 _of_programs = partial(Mutant, area="The engine, by habits of programs")
 _of_steps = partial(Mutant, area="The engine, by habits around a step")
@@ -402,22 +340,6 @@ MUTANTS = {
         patched(gradient_sync, "watch"),
         "stepping_in_hooks",
         "optim_grads",
-    ),
-    "edits without a trace": _of_steps(
-        "What a forward does to `weight.data` in place is lost with the gathered weights",
-        patched(LostEdits, "begin"),
-        "clamping_in_a_forward",
-    ),
-    "edits of the first step alone": _of_steps(
-        "Edits without a trace are looked for in the first step alone",
-        patched(LostEdits, "begin", _looks_once),
-        "clamping_in_a_forward",
-    ),
-    "kept where they are whole": _of_steps(
-        "Whole weights are taken for main weights, also narrow ones",
-        lambda: patched(LostEdits, "note", RESIDENT.made())(),
-        "clamping_narrow_weights_in_a_forward",
-        "optim",
     ),
     "replicas are not compared": _of_steps(
         "Ranks part by the numbers they have drawn, whatever check_replicas_every says",

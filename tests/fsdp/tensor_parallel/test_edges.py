@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -15,15 +14,12 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils._pytree import tree_map_only
 
-from harness.fsdp import CopiesPart, MixedPrecisionPolicy, fully_shard, tensor_parallel
-from harness.fsdp.guards.replicas import CopiedGradients
+from harness.fsdp import MixedPrecisionPolicy, fully_shard, tensor_parallel
 from tests.fsdp.checked import Mutant, each_holds, each_is_found
-from tests.fsdp.tensor_parallel import training
 from tests.fsdp.tensor_parallel.test_state import differing, stepped
 from tests.fsdp.tensor_parallel.training import Case, Shape, loss_of, mesh_of, rows_of, sharded, whole_of
 
@@ -97,34 +93,6 @@ def nothing_here(rank: int, strategy: str) -> list[str]:
     return told
 
 
-def copies_part(rank: int, strategy: str) -> list[str]:
-    """What every tensor-parallel rank has whole, and brings another gradient for on each, is told by the backward."""
-    told = []
-    for mistake in ("other data", "a term of a sum"):
-        case = Case(2, 2, strategy=strategy, shape=Shape(layers=1, sequence_parallel=mistake == "a term of a sum"))
-        mesh = mesh_of(case)
-        with mock.patch.object(training, "SequenceParallel", NotNamed) if "sum" in mistake else nullcontext():
-            model, _ = sharded(case, mesh)
-        before = dict(model.full_weights())
-        place = rank if mistake == "other data" else mesh.get_local_rank("inner")
-        loss = loss_of(model, rows_of(case, 0, 0, place))
-        try:
-            loss.backward()
-            told.append(f"nothing was said of {mistake}")
-        except CopiesPart as error:
-            told += [] if "differ between tensor-parallel ranks" in str(error) else [str(error)]
-        told += [name for name, value in model.full_weights() if not torch.equal(value, before[name])]
-        model.close()
-    return told
-
-
-class NotNamed(ParallelStyle):
-    """A style that leaves its module as it is."""
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return module
-
-
 FULL = StateDictOptions(full_state_dict=True)
 ON_RANK_0 = StateDictOptions(full_state_dict=True, cpu_offload=True)
 FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
@@ -189,7 +157,6 @@ def kept(rank: int, strategy: str) -> list[str]:
 CHECKS = {
     "compiled": compiled,
     "nothing here": nothing_here,
-    "copies part": copies_part,
     "torch's helpers": helped,
     "gradients kept": kept,
 }
@@ -199,11 +166,6 @@ MUTANTS = {
         " another device",
         lambda: mock.patch.object(tensor_parallel, "put_data"),
         "compiled",
-    ),
-    "copies are not compared": Mutant(
-        "Nobody compares the gradients that tensor-parallel ranks bring for what each of them has whole",
-        lambda: mock.patch.object(CopiedGradients, "check"),
-        "copies part",
     ),
 }
 

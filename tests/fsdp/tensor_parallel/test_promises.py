@@ -26,7 +26,6 @@ from harness.fsdp import (
 )
 from harness.fsdp.comm.mesh import Meshes
 from harness.fsdp.guards import replicas
-from harness.fsdp.guards.replicas import CopiedGradients
 from harness.fsdp.runtime import materialize
 from harness.fsdp.runtime.same_data import SameData
 from harness.fsdp.storage import gradients, parameter_access
@@ -342,8 +341,7 @@ def terms_for_sums() -> Iterator[None]:
 @contextmanager
 def on_one_axis() -> Iterator[None]:
     alone_on_it = property(lambda self: self.dense.everyone)
-    later = (mock.patch.object(each_one, "check") for each_one in (CopiedGradients, SameData))
-    with mock.patch.object(Meshes, "everyone", alone_on_it), next(later), next(later):
+    with mock.patch.object(Meshes, "everyone", alone_on_it), mock.patch.object(SameData, "check"):
         yield  # the others would wait in later checks for those who have heard
 
 
