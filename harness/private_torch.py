@@ -21,8 +21,6 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.tensor import DTensor, Shard
 
 NAMES: dict[str, Any] = {
-    "_active_ddp_module": nn.parallel.DistributedDataParallel,
-    "_composable": "torch.distributed",
     "_ddp_params_and_buffers_to_ignore": "a module inside DistributedDataParallel",
     "_load_from_state_dict": nn.Module,
     "_load_state_dict_pre_hooks": nn.Module,
@@ -95,9 +93,6 @@ without_torch_function: Any = _of("torch._C", "DisableTorchFunctionSubclass")
 """Context manager: subclasses of Tensor count as plain tensors."""
 version_of: Callable[[Tensor], int] = _descriptor(Tensor, "_version")[0]
 foreach_copy_: Any = _of("torch", "_foreach_copy_")
-foreach_add_: Any = _of("torch", "_foreach_add_")
-foreach_mul_: Any = _of("torch", "_foreach_mul_")
-foreach_norm: Any = _of("torch", "_foreach_norm")
 """One launch for several tensors; a bucket's gradients are hundreds."""
 accumulation_hooks: Callable[[Tensor], dict[int, Any] | None]
 accumulation_hooks = _descriptor(Tensor, "_post_accumulate_grad_hooks", lambda _: None)[0]
@@ -177,22 +172,6 @@ def dispatcher_before_2_12() -> tuple[Any, str, dict[Any, Any]]:
     """DTensor's dispatcher, the name of its slow path, and handlers of single operations."""
     dispatcher = _at(DTensor, "_op_dispatcher")
     return dispatcher, "_propagate_op_sharding_dispatch_slow_path", _at(dispatcher, "_custom_op_handlers")
-
-
-_registry: Any = _of("torch.distributed._composable.contract", "REGISTRY_KEY")
-_composed: Any = _of("torch.distributed._composable.contract", "RegistryItem")
-
-
-def mark_composed(module: nn.Module, apis: Sequence[str]) -> None:
-    """Let torch's `fully_shard` and `replicate` refuse a module; without these names they do not."""
-    with suppress(MissingName):
-        items = {api: _composed() for api in apis}
-        vars(module).setdefault(_registry, {}).update(items)
-
-
-def active_ddp() -> Any:
-    """The `DistributedDataParallel` whose forward runs, or None."""
-    return getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None)
 
 
 # -- operations --------------------------------------------------------------------------------------------------------

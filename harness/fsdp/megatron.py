@@ -38,6 +38,7 @@ UNBUILT = {
     "average_in_collective": False,
     "disable_bucketing": False,
     "keep_fp8_transpose_cache": False,
+    "use_decoupled_grad": False,
     "fsdp_db_use_persist_buf_on_alloc_fail": False,
     "enable_fine_grained_param_gather": False,
     "cuda_graph_mode": False,

@@ -157,13 +157,8 @@ class FSDPModule(nn.Module):
         engine_of(self).gradients.finish()
 
     def grad_norm(self, norm_type: float = 2.0) -> float:
-        """Norm of the step's gradient over all ranks, each parameter counted once: Euclidean, or of another order.
-        *Collective.*
-
-        Raises:
-            ValueError: `norm_type` is neither positive nor inf; or this norm cannot keep the bits that `numerics`
-                promises.
-        """
+        """Norm of the step's gradient over all ranks, each parameter counted once: Euclidean, or its largest element
+        (inf). *Collective.* ValueError: another `norm_type`."""
         return float(_gradient_norm(engine_of(self), norm_type))
 
     def weight_norm(self) -> float:
@@ -283,5 +278,4 @@ class FSDPModule(nn.Module):
 def _gradient_norm(engine: Engine, norm_type: float) -> Tensor:
     engine.gradients.finish()
     engine.gradients.collect()
-    given = engine.buckets, engine.meshes.everyone, engine.options.numerics
-    return norms.gradient_norm(*given) if norm_type == 2.0 else norms.gradient_p_norm(*given, float(norm_type))
+    return norms.gradient_norm(engine.buckets, engine.meshes.everyone, engine.options.numerics, float(norm_type))

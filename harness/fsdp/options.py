@@ -162,8 +162,6 @@ class Options(EngineOptions):
     must stay below 2^(62 - exact_bits) / (number of global microbatches)."""
     exact_terms: int = option(4096, range=Range(1, (1 << 62) - 1, "microbatches"))
     """Under numerics=exact, the largest number of microbatches in a step, over all ranks."""
-    use_decoupled_grad: bool = option(False)
-    """Give main gradients to the optimizer as `decoupled_grad`, in their own dtype; `grad` stays None."""
     nccl_ub: Registration = option(Registration.none, setting="nccl_ub.mode")
     """When buckets are registered as NCCL user buffers. Any value except none turns on `double_buffer`. Without NCCL
     nothing is registered, and the record says so; a registration that fails is a RuntimeError on all ranks."""

@@ -216,8 +216,8 @@ def bind(engine: Engine, optimizer: torch.optim.Optimizer, *, steps_unused: bool
 
     Raises as `harness.fsdp.megatron.fully_shard_optimizer`.
     """
-    numerics, decoupled = engine.options.numerics, engine.options.use_decoupled_grad
-    check_optimizer(optimizer, engine.buckets, numerics, decoupled=decoupled)
+    numerics = engine.options.numerics
+    check_optimizer(optimizer, engine.buckets, numerics)
     _take_sharded(optimizer)
     flat: FlatStep | None = getattr(optimizer, _FLAT_STEP, None)
     if flat is None:
@@ -227,7 +227,6 @@ def bind(engine: Engine, optimizer: torch.optim.Optimizer, *, steps_unused: bool
         optimizer.register_state_dict_pre_hook(_have_state)
         optimizer.register_load_state_dict_post_hook(lambda loaded: getattr(loaded, _FLAT_STEP).take_loaded())
     flat.steps_unused |= steps_unused
-    flat.decoupled |= decoupled
     if any(each is flat for each in engine.flat_steps):
         return
     engine.flat_steps.append(flat)

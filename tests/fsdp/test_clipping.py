@@ -1,4 +1,4 @@
-"""Norms of any order, and clipping by them, against torch's own on one process."""
+"""Norms, and clipping by them, against torch's own on one process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.covering import once
 from tests.support.spawn import run_ranks
 
 WORLD, MAX_NORM = 4, 0.1
-ORDERS = (1.0, 1.5, 2.0, 3.0, math.inf)
+ORDERS = (2.0, math.inf)
 Found = tuple[float, dict[str, Tensor]]
 
 
@@ -76,14 +76,12 @@ def test_clipping_is_torchs(pair: Pair, order: float) -> None:
 
 def say(rank: int) -> list[str]:
     told = []
-    for arguments, more in (
-        ((1.0, 0.0), {}),
-        ((1.0, -1.0), {}),
-        ((1.0, 3.0), {"numerics": "ordered"}),
-        ((1.0, 2.0, True), {}),
-        ((1.0, math.inf, True), {}),
+    for arguments in (
+        (1.0, 3.0),
+        (1.0, 2.0, True),
+        (1.0, math.inf, True),
     ):
-        model = built(rank, Pair("optim_grads", ""), **more)
+        model = built(rank, Pair("optim_grads", ""))
         model.finish_grad_sync()
         if len(arguments) == 3 and rank == 0:
             model.engine.buckets[0].grad_shards[0][0] = math.nan
@@ -99,10 +97,8 @@ def say(rank: int) -> list[str]:
 
 
 def test_what_cannot_be_clipped_is_refused_on_all_ranks() -> None:
-    for zero, negative, bits, nan, largest in run_ranks(say, 2):
-        assert "norm_type=0.0 must be a positive number or inf" in zero
-        assert "norm_type=-1.0 must be" in negative
-        assert "norm_type=3.0 with numerics=ordered" in bits
+    for other, nan, largest in run_ranks(say, 2):
+        assert "norm_type=3.0 is not built" in other
         assert "norm of order 2.0 is nan: nothing was clipped" in nan
         assert "norm of order inf is nan" in largest
 
@@ -182,16 +178,16 @@ def _forgets_nan(rank: int, pair: Pair) -> str:
 
 MUTANTS = {
     "replicas count": Mutant(
-        "What several ranks hold counts once for each in norms of any order",
+        "What several ranks hold counts once for each in norms",
         patched(norm, "_dealt", _all_counted),
         _clips_rightly,
-        (Pair("optim", "no_shard"), 3.0),
+        (Pair("optim", "no_shard"), 2.0),
     ),
-    "a rank's own powers": Mutant(
+    "a rank's own norm": Mutant(
         "Each rank clips by the norm of what it holds",
         patched(Communicator, "sum_scalars", _own_norm),
         _clips_rightly,
-        (Pair("optim_grads", ""), 1.0),
+        (Pair("optim_grads", ""), 2.0),
     ),
     "signs count": Mutant(
         "The largest element is looked for, not the largest absolute value",

@@ -155,8 +155,8 @@ def test_a_guard_that_does_not_look_is_found(name: str) -> None:
         assert on_ranks(poisoned_steps, 1, [replace(POISONINGS[0], rank=0)])[0][0][0] == ""
 
 
-@pytest.mark.parametrize(("strategy", "says"), [(1, "finite until it was cast for sending"), (2, "Inf among 36")])
-def test_what_the_wire_cannot_hold_is_found(strategy: int, says: str) -> None:
+@pytest.mark.parametrize("strategy", [1, 2])
+def test_what_the_wire_cannot_hold_is_found(strategy: int) -> None:
     """1e6 is a number in fp32 and infinite in fp16."""
     model = Watched()
     wrapped = fully_shard_model(
@@ -168,9 +168,8 @@ def test_what_the_wire_cannot_hold_is_found(strategy: int, says: str) -> None:
     )
     model.poison = {(3, 3): 1e6}
     loss = wrapped(torch.ones(2, 6)).sum()
-    with pytest.raises(FloatingPointError, match=r"blocks.1.linear.weight ") as caught:
+    with pytest.raises(FloatingPointError, match=r"blocks.1.linear.weight .* Inf among 36"):
         loss.backward()
-    assert says in str(caught.value)
 
 
 @every_strategy

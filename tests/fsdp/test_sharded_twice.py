@@ -16,8 +16,6 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from harness.fsdp import ShardedModel, fully_shard_model, module as mix_in, preconditions
-from harness.fsdp.guards import sharded_twice
-from harness.fsdp.runtime import hooks
 from tests.fsdp.checked import Mutant, each_holds, each_is_found, patched, said
 from tests.fsdp.pairs import Block, Model, close, data, loss_of, plain_gradients
 
@@ -46,44 +44,14 @@ def sharded(strategy: str, module: nn.Module | None = None) -> ShardedModel:
 
 
 def around(rank: int, strategy: str) -> list[str]:
-    """An engine around a sharded model, or one of torch's composable APIs on a part, is refused at once."""
-    told = []
-    for name, build in ENGINES.items():
-        model, engine = sharded(strategy), name.split()[0]
-        if engine == "DistributedDataParallel":
-            told += said(partial(build, model), ValueError, f"^{engine} around", f"Leave {engine} out")
-        elif engine != "FullyShardedDataParallel":
-            for wrapped in (model, sharded(strategy).blocks[0]):
-                told += said(partial(build, wrapped), AssertionError, f"{engine} has already been applied")
-        told += told or trained(model, model, rank)  # it trains as if nobody had tried
-    return told
-
-
-def trained(model: ShardedModel, outer: nn.Module, rank: int) -> list[str]:
-    """What is wrong with a gradient of the model's, by a forward of what is around it."""
-    loss_of(outer, data(0, rank)).backward()
+    """DDP around a sharded model is refused at once, and it trains as if nobody had tried; so is a second sharding."""
+    model = sharded(strategy)
+    told = said(lambda: DistributedDataParallel(model), ValueError, "^DistributedDataParallel around", "Leave .* out")
+    told += said(lambda: sharded(strategy, model), ValueError, "is sharded already")
+    told += said(lambda: sharded(strategy, Parent(model)), ValueError, "is sharded already")
+    loss_of(model, data(0, rank)).backward()
     right = plain_gradients([data(0, other) for other in range(dist.get_world_size())], 1 / dist.get_world_size())
     return close(dict(model.full_gradients()), right)
-
-
-def beneath(rank: int, strategy: str) -> list[str]:
-    """Engines that know torch's registry leave a sharded model alone in what they are around."""
-    told = []
-    for name, build in ENGINES.items():
-        if name != "DistributedDataParallel":
-            model = sharded(strategy)
-            told += [f"{name}: {each}" for each in trained(model, build(Parent(model)), rank)]
-    return told
-
-
-def distributed(rank: int, strategy: str) -> list[str]:
-    """DistributedDataParallel around what holds a sharded model is refused, in the first forward at the latest."""
-    model = sharded(strategy)
-    try:
-        loss_of(DistributedDataParallel(Parent(model)), data(0, rank))
-    except (ValueError, NotImplementedError):
-        return trained(model, model, rank)
-    return ["a forward"]
 
 
 def inside(_: int, strategy: str) -> list[str]:
@@ -95,18 +63,6 @@ def inside(_: int, strategy: str) -> list[str]:
         for module in (wrapped, Parent(wrapped), *inner):
             wrong = said(partial(sharded, strategy, module), ValueError, "another data-parallel engine", "plain module")
             told += [f"{name}: {each}" for each in wrong]
-    return told
-
-
-def late(rank: int, strategy: str) -> list[str]:
-    """A module that DistributedDataParallel wraps, and that is sharded then: said in the first forward."""
-    module = Model()
-    outer = DistributedDataParallel(module)
-    model = sharded(strategy, module)
-    told = said(lambda: loss_of(outer, data(0, rank)), ValueError, "Leave DistributedDataParallel out")
-    with torch.no_grad():
-        loss_of(outer, data(0, rank))  # nothing is reduced
-    loss_of(model, data(0, rank)).backward()
     return told
 
 
@@ -122,17 +78,11 @@ def beside(rank: int, strategy: str) -> list[str]:
     return []
 
 
-CHECKS = {each.__name__: each for each in (around, beneath, distributed, inside, late, beside)}
+CHECKS = {each.__name__: each for each in (around, inside, beside)}
 MUTANTS = {
     "DDP is not known": Mutant(
         "DistributedDataParallel is built around a sharded model, which is then reduced twice",
         patched(mix_in, "IGNORED_BY_DDP", ""),
-        "around",
-        "no_shard",
-    ),
-    "composable APIs are not known": Mutant(
-        "FSDP2 and replicate are applied to a sharded model",
-        patched(sharded_twice, "_APIS", ()),
         "around",
         "no_shard",
     ),
@@ -143,12 +93,6 @@ MUTANTS = {
     ),
     "what FSDP manages is not seen": Mutant(
         "The module inside an FSDP is sharded once more", patched(preconditions, "MANAGED", "nothing"), "inside"
-    ),
-    "nothing is said in the forward": Mutant(
-        "A module is wrapped by DistributedDataParallel and sharded then, and trains wrong",
-        patched(hooks, "refuse_ddp_around", lambda _: None),
-        "late",
-        "no_shard",
     ),
 }
 

@@ -1,7 +1,7 @@
 """Operations of `RaggedTensor`: what each aten operation does with rows that lie on several ranks.
 
 - element by element: on the rows; a tensor that is cut otherwise is gathered and cut alike first
-- sums, means, norms and extremes of all elements: of the rows, then of what all ranks found
+- norms of all elements: of the rows, then of what all ranks found
 - random numbers: drawn for the whole tensor on every rank; those of the mesh's first rank count
 - views of whole rows: views; other views show a gathered copy that cannot be written to
 - other operations in place would lose the edit, or change rows of other ranks: refused on all ranks
@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from harness.fsdp.ragged.reductions import extremes, largest, norms, reduction_of
+from harness.fsdp.ragged.reductions import NORM, into_loss, norm_of, norms, reduces_all
 from harness.fsdp.ragged.tensor import BEFORE_WRITE, GatheredView, RaggedTensor, meets_plain, replicated, wrap_rows
 from harness.private_torch import local_tensor, schema_of, spec_of, tree_leaves, tree_map_only
 
@@ -40,7 +40,7 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run one aten operation; collective over the mesh unless it runs row by row on tensors of one cut.
     NotImplementedError: on all ranks, before any communication: an edit would be lost. RuntimeError: a plain tensor of
     several elements takes part, as torch has it for DTensors."""
-    rule = _rule_of(func) or reduction_of(func, args) or _of_whole
+    rule = _rule_of(func) or (_reduction if reduces_all(func, args) else _of_whole)
     if schema_of(func).is_mutable:
         _count_edit(func, args, kwargs)
     result = rule(func, args, kwargs)
@@ -220,6 +220,10 @@ def _of_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return tree_map_only(Tensor, lambda found: replicated(found, mesh), func(*args, **kwargs))
 
 
+def _reduction(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return norm_of(func, args, kwargs) if func is NORM else into_loss(_of_whole(func, args, kwargs), args[0])
+
+
 def _view_of_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     found = _of_whole(func, args, kwargs)
     name = _name(_first(args, kwargs))
@@ -248,12 +252,7 @@ def _first_ranks(value: Tensor, mesh: DeviceMesh) -> Tensor:
 
 def _equal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     one, other = args
-    if one.shape != other.shape:
-        return False
-    like = _first(args, kwargs)
-    same = torch.equal(_local(one, like), _local(other, like))
-    differs = RaggedTensor.of(torch.full_like(local_tensor(like), not same, dtype=torch.uint8), spec_of(like))
-    return not extremes([differs], torch.amax)[0].item()
+    return one.shape == other.shape and torch.equal(_whole(one), _whole(other))
 
 
 def check_and_unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -291,7 +290,7 @@ def _name(like: RaggedTensor) -> str:
 
 SPECIAL: dict[str, Rule] = {
     CHECK_AND_UNSCALE: check_and_unscale,
-    "aten::_foreach_max": largest,
+    "aten::_foreach_max": _of_whole,
     "aten::_foreach_norm.Scalar": norms,
     "aten::_unsafe_view": _view,
     "aten::equal": _equal,

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 
 from harness.fsdp.comm.device import DeviceRuntime
-from harness.fsdp.guards.sharded_twice import refuse_ddp_around
 from harness.fsdp.runtime.backward_hooks import BackwardHooks
 from harness.fsdp.runtime.gather import GatherPipeline
 from harness.fsdp.runtime.readiness import Call, PassedInputs
@@ -102,8 +101,6 @@ class Hooks(BackwardHooks):
                 " loss.backward() or torch.autograd.grad(loss, inputs), or a plain copy of the module that has loaded"
                 " full_weights()"
             )
-        if with_gradients:
-            refuse_ddp_around(self.root.module)
         if step.num_updates != self._num_updates:
             self._num_updates = step.num_updates
             for unit in self.units:

@@ -135,12 +135,8 @@ class PendingReduction:
         return Label(OPERATIONS[PARTIAL, target].value, self.bucket.name + suffix)
 
     def _look(self, source: Tensor, wire: Tensor | None) -> None:
-        if self.guard is None:
-            return
-        if wire is None or wire is source or not wire.is_floating_point():
-            self.guard.look(self.bucket, source)
-        else:
-            self.guard.look(self.bucket, wire, source)
+        if self.guard is not None:
+            self.guard.look(self.bucket, wire if wire is not None and wire.is_floating_point() else source)
 
     def begin(self) -> None:
         """Encode the gradients and send every contribution to its owner; or only add them to the sums on this rank."""

@@ -32,7 +32,6 @@ from harness.private_torch import note_step, tree_map_only, version_of
 
 SYNC, INSTALL = "sync_grad_before_optimizer_step", "install_optimized_model_weights"
 """Arguments of `step` beside a closure, True by default: megatron-fsdp's names."""
-DECOUPLED = "decoupled_grad"
 Opt = torch.optim.Optimizer
 _Place = tuple[ShardedParameters, int]
 _Stepped = tuple[int, Tensor, int]  # number of its group, the parameter, and one number for those that step alike
@@ -94,15 +93,14 @@ class Counter:
 
 class FlatStep:
     """before: called, with further arguments of `step`, before the rule may write main weights. *Collective.* unfused:
-    see `kernel_settings`. steps_unused: None is stepped as zeros. decoupled: the rule reads gradients as
-    `decoupled_grad`. matrices: step what is needed whole, and call the rule for the rest. agree: called before that,
-    once gradients are known. *Collective.*
+    see `kernel_settings`. steps_unused: None is stepped as zeros. matrices: step what is
+    needed whole, and call the rule for the rest. agree: called before that, once gradients are known. *Collective.*
     """
 
     def __init__(self, optimizer: Opt, matrices: MatrixStep | None = None) -> None:
         self.optimizer, self.matrices = optimizer, matrices
         self.before: list[Callable[..., None]] = []
-        self.unfused = self.steps_unused = self.decoupled = False
+        self.unfused = self.steps_unused = False
         self.agree: Callable[[Opt], None] = lambda _: None
         self.moments = moments_of(optimizer)
         self._others: dict[str, Any] = {}
@@ -177,7 +175,6 @@ class FlatStep:
             self.agree(self.optimizer)
         if self.moments is None:
             self.take_state()
-            self._decouple(grad_of)
             return
         signature = self._sign()
         if signature != self._signature or any(each.is_edited for each in self._counters):
@@ -195,16 +192,11 @@ class FlatStep:
             if piece.entries:
                 state[piece.flat] = piece.entries
 
-    def _decouple(self, gradient_of: Callable[[Tensor], Tensor | None]) -> None:
-        for param in (each for group in self.optimizer.param_groups for each in group["params"] if self.decoupled):
-            setattr(param, DECOUPLED, gradient_of(param))
-
     def _end(self) -> None:
         if not self._began:
             return
         self._began = False
         if self._saved is None:
-            self._decouple(lambda _: None)
             return
         (groups, state), self._saved = self._saved, None
         for group, saved in zip(self.optimizer.param_groups, groups, strict=True):

@@ -3,8 +3,8 @@
 A norm is an fp64 tensor of shape [] on the model's device, which the host need not look at to go on.
 
 On a CPU, squares of long tensors are added in fp32 within blocks of 512 elements and in fp64 between them. An fp32 norm
-of 6 million elements errs by 2e-4; one in fp64 takes 28 ms. This one takes 1.3 ms and errs by 2e-10. Where work is
-queued, sums are fp64, all tensors in one launch.
+of 6 million elements errs by 2e-4; one in fp64 takes 28 ms. This one takes 1.3 ms and errs by 2e-10. Where work
+is queued, sums are fp64.
 """
 
 from __future__ import annotations
@@ -21,17 +21,27 @@ from harness.fsdp.comm.fixed_point import norm_from_counters, square_counters
 from harness.fsdp.comm.mesh import all_values
 from harness.fsdp.storage.param_group import ParamGroup
 from harness.fsdp.vocabulary import Numerics
-from harness.private_torch import foreach_norm
 
-WIDENED = 1 << 20  # elements widened at a time
 BLOCK = 512  # elements added in fp32
 LONG = 1 << 16  # shorter tensors are summed in fp64
 SAFE = (1e-24, 1e30)  # totals for which squares neither vanish nor overflow in fp32; beyond, fp64 is used
 
 
-def gradient_norm(buckets: Sequence[ParamGroup], everyone: Communicator, numerics: Numerics) -> Tensor:
-    """Euclidean norm of the main gradients, equal on all ranks; each parameter counts once. *Collective.*"""
-    return _euclidean([(bucket, bucket.grad_shards) for bucket in buckets if bucket.trainable], everyone, numerics)
+def gradient_norm(
+    buckets: Sequence[ParamGroup], everyone: Communicator, numerics: Numerics, order: float = 2.0
+) -> Tensor:
+    """Euclidean norm of the main gradients, or the largest (inf), equal on all ranks; each parameter counts once.
+    *Collective.* ValueError: another order."""
+    shards_of = [(bucket, bucket.grad_shards) for bucket in buckets if bucket.trainable]
+    if order == 2.0:
+        return _euclidean(shards_of, everyone, numerics)
+    if order != math.inf:
+        raise ValueError(
+            f"norm_type={order} is not built; 2 and inf are. Any other is computed by"
+            " torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm, norm_type)"
+        )
+    whole, counted, _ = _dealt(shards_of)
+    return _largest([*whole, *counted], everyone)
 
 
 def weight_norm(buckets: Sequence[ParamGroup], everyone: Communicator, numerics: Numerics) -> Tensor:
@@ -61,32 +71,6 @@ def _dealt(shards_of: Sequence[tuple[ParamGroup, list[Tensor]]]) -> tuple[list[T
     return whole, [shard for bucket, shards in split for shard in bucket.counted(shards)], bool(split)
 
 
-def gradient_p_norm(buckets: Sequence[ParamGroup], everyone: Communicator, numerics: Numerics, p: float) -> Tensor:
-    """The p-norm of the main gradients, p positive or inf, equal on all ranks. *Collective.* Raises ValueError: p is
-    neither; or it is not inf, and `numerics` promises bits that do not depend on the layout."""
-    if not p > 0:
-        raise ValueError(f"norm_type={p} must be a positive number or inf")
-    whole, counted, _ = _dealt([(bucket, bucket.grad_shards) for bucket in buckets if bucket.trainable])
-    if math.isinf(p):
-        return _largest([*whole, *counted], everyone)
-    if numerics.bitwise:
-        raise ValueError(
-            f"norm_type={p} with numerics={numerics.name}: bits of a sum of such powers would depend on the layout; use"
-            " norm_type 2 or inf, or numerics=fast"
-        )
-    device = everyone.runtime.device
-    total = everyone.sum_scalars(_sum_of_powers(counted, p, device), "norm") + _sum_of_powers(whole, p, device)
-    return total.pow(1.0 / p).reshape(())
-
-
-def _sum_of_powers(shards: Sequence[Tensor], p: float, device: torch.device) -> Tensor:
-    total = torch.zeros(1, dtype=torch.float64, device=device)
-    for shard in shards:
-        for block in shard.detach().split(WIDENED):
-            total += block.double().abs().pow(p).sum().to(device)
-    return total
-
-
 def _largest(shards: Sequence[Tensor], everyone: Communicator) -> Tensor:
     none = torch.zeros((), dtype=torch.float64, device=everyone.runtime.device)
     found = [shard.detach().abs().amax().double().to(none.device) for shard in shards if shard.numel()]
@@ -97,7 +81,7 @@ def sum_of_squares(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     """Sum of the squares of all elements: fp64, shape [1], on `device`; inf or NaN where an element is."""
     flat = [tensor.detach().reshape(-1) for tensor in tensors if tensor.numel()]
     if flat and is_queued(flat[0].device):
-        norms = foreach_norm(flat, 2, dtype=torch.float64)
+        norms = [torch.linalg.vector_norm(each, dtype=torch.float64) for each in flat]
         return torch.stack(norms).square_().sum().reshape(1).to(device)
     total = torch.zeros(1, dtype=torch.float64, device=device)
     for each in flat:

@@ -25,7 +25,6 @@ from harness.fsdp.ragged import RaggedShard, RaggedTensor
 from harness.fsdp.ragged.tensor import spec_like
 from harness.fsdp.storage.parameter_access import HOME, grad_of
 from harness.fsdp.tensor_parallel import values_here
-from harness.fsdp.update.flat_step import DECOUPLED
 from harness.fsdp.update.matrices import Box, Group, Lane, Matrix, MatrixStep, Opt
 from harness.fsdp.update.rules import needs_whole_of
 from harness.muon import MuonWithAdamW
@@ -60,8 +59,6 @@ class OwnStep(MatrixStep):
                 weight, grad = (each.view(m.param.shape) for each in whole)
                 here[id(m.param)] = plain = nn.Parameter(weight)
                 plain.grad = grad
-                if hasattr(m.param, DECOUPLED):
-                    setattr(plain, DECOUPLED, grad)
                 if m.param in state:
                     state[plain] = tree_map_only(RaggedTensor, local_tensor, state[m.param])
         step(here)

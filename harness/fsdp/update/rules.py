@@ -151,12 +151,9 @@ def kernel_settings(optimizer: Optimizer, group: Mapping[str, Any], *, unfused: 
 # -- preconditions -----------------------------------------------------------------------------------------------------
 
 
-def check_optimizer(
-    optimizer: Optimizer, buckets: Sequence[ParamGroup], numerics: Numerics, *, decoupled: bool
-) -> None:
+def check_optimizer(optimizer: Optimizer, buckets: Sequence[ParamGroup], numerics: Numerics) -> None:
     """Refuse an optimizer before anything is changed. TypeError: it needs unsharded parameters where these are cut.
-    ValueError: it cannot keep the bits that `numerics` promises, or does not read `decoupled_grad`; or as
-    `matrices_of`."""
+    ValueError: it cannot keep the bits that `numerics` promises; or as `matrices_of`."""
     needs, kind = needs_whole_of(optimizer), type(optimizer)
     if needs is not None and not callable(needs):
         raise TypeError(
@@ -174,11 +171,6 @@ def check_optimizer(
     for group in filter(partial(is_of_matrices, optimizer), optimizer.param_groups):
         for param in group["params"]:
             matrices_of(param.shape, group, f"parameter {getattr(param, HOME, ('?',))[0]}")
-    if decoupled and type(optimizer).__module__.startswith(("torch.optim", MuonWithAdamW.__module__)):
-        raise ValueError(
-            f"use_decoupled_grad=True hands gradients over as `decoupled_grad`, which {type(optimizer).__name__} of"
-            " torch does not read: it would update nothing. Use an optimizer that does, or use_decoupled_grad=False"
-        )
     # torch's `add(other, alpha=)` in 16 bits rounds once inside a tensor and twice in its last few elements; of torch's
     # optimizers, AdamW alone gets by without it
     narrow = {str(b.dtypes.main) for b in buckets if b.trainable and b.dtypes.main.itemsize < 4}

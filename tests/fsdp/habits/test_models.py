@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from harness.fsdp import fully_shard_model
+from harness.fsdp import FSDPModule, fully_shard_model
 from harness.fsdp.runtime import backward_hooks, hooks
 from harness.fsdp.runtime.backward_hooks import BackwardHooks
 from harness.fsdp.runtime.hooks import Hooks, without_weights
@@ -184,18 +184,22 @@ def stopped(net: Any, x: Tensor) -> Tensor:
     return out
 
 
+def _has_gradients(model: Any) -> bool:
+    return isinstance(model, FSDPModule) and model.engine.step.has_gradients
+
+
 def attacks(run: Run, times: int, *, frozen: bool) -> list[bool]:
     """Steps on inputs changed by their own gradients, which are no backwards of a step."""
     counted: list[bool] = []
 
     def loss(model: Any, x: Tensor) -> Tensor:
-        before = getattr(model, "has_gradients", None)
+        before = _has_gradients(model)
         model.requires_grad_(not frozen)
         for _ in range(times):
             (change,) = torch.autograd.grad(mean_square(model, x.requires_grad_()), x)
             x = (x + 0.1 * change.sign()).detach()
         model.requires_grad_(True)
-        counted.append(getattr(model, "has_gradients", None) is not before)
+        counted.append(_has_gradients(model) is not before)
         return mean_square(model, x)
 
     run.train(3, loss)

@@ -124,15 +124,9 @@ MUTANTS = {
     name: (slip, *where.split(": ", 1))
     for name, (slip, where) in slips(
         r"""
-    means of means: A mean is of a rank's rows
-        fsdp.ragged.reductions._sum: / like.numel() => / max(like._local_tensor.numel(), 1)
-        uneven: p.mean()
     other cuts: Rows meet rows of another cut
         fsdp.ragged.operations._same_cut: mine.placements != theirs.placements or  =>
         halves: p + q
-    no rows: A rank without rows has one: 0
-        fsdp.ragged.reductions._least: return -math.inf if => return 0.0 if
-        first: (p - 9).max()
     own numbers: Every rank draws the first rows' random numbers
         fsdp.ragged.operations._random: like.rows_of(_first_ranks(drawn, mesh)) => drawn[: len(like._local_tensor)]
         uneven: p.normal_()
@@ -143,9 +137,9 @@ MUTANTS = {
     views: A view cuts rows
         fsdp.ragged.operations._view: or size[0] % like.shape[0] =>
         uneven: p.reshape(4, 6)
-    rows alone: A sum over rows is one of all elements
-        fsdp.ragged.reductions.reduction_of: < like.dim() => < 0
-        uneven: p.sum(0)
+    rows alone: A norm over rows is one of all elements
+        fsdp.ragged.reductions.reduces_all: == like.dim() => == like.dim() or func is NORM
+        uneven: p.norm(dim=0)
     copies of whole: All ranks take the first rows
         fsdp.ragged.tensor.RaggedTensor.rows_of: offsets[dim] if sizes[dim] else 0 => 0
         uneven: p.copy_(torch.arange(24.0).view(8, 3))
@@ -186,12 +180,6 @@ MUTANTS = {
     expanded rows: What expands to other rows keeps its own
         fsdp.ragged.operations._expand: if same and => if True or
         uneven: p.expand(2, 8, 3)
-    own answer: Whether tensors are equal is asked of a rank's rows
-        fsdp.ragged.operations._equal: not extremes([differs], torch.amax)[0].item() => same
-        first: torch.equal(p, q)
-    equal turned round: Equal tensors differ
-        fsdp.ragged.operations._equal: not same, dtype => same, dtype
-        uneven: torch.equal(p, p.clone())
     norms added: Norms of rows are added
         fsdp.ragged.reductions._norms_of: else partial(norm, ord=order) => else partial(torch.sum)
         uneven: p.norm()
@@ -201,16 +189,13 @@ MUTANTS = {
     least norm of nothing: A rank without rows has the least norm
         fsdp.ragged.reductions._norms_of: math.inf if order < 0 else 0 => 0
         first: p.norm(-float("inf"))
-    dtype of a sum: A sum has the dtype of its tensor, whatever was asked
-        fsdp.ragged.reductions._sum: total.to(dtype or like.dtype) => total.to(like.dtype)
-        uneven: p.sum(dtype=torch.float64)
     kept dimensions: keepdim is forgotten
-        fsdp.ragged.reductions._shaped: if any(keepdim) => if False
-        uneven: p.sum((0, 1), keepdim=True)
-    first rank's sum: The first rank's sum is taken for all
+        fsdp.ragged.reductions.norm_of: if any(args[3:4]) => if False
+        uneven: p.norm(dim=(0, 1), keepdim=True)
+    first rank's norm: The first rank's norm is taken for all
         fsdp.ragged.reductions._over_ranks: combine(parts.view(mesh.size(axis), -1), dim=0)
             => parts.view(mesh.size(axis), -1)[0]
-        uneven: p.sum()
+        uneven: p.norm()
     last rank's order: Norms of a list are one tensor's
         fsdp.ragged.reductions._over_ranks: found[place] = value\n    return => found[where[0]] = value\n    return
         uneven: torch._foreach_norm([p, q])
@@ -228,15 +213,9 @@ MUTANTS = {
         fsdp.ragged.operations._random: drawn = func(local_tensor(like).new_empty(like.shape),
             => drawn = func(local_tensor(like).new_empty(local_tensor(like).shape),
         uneven: p.normal_()
-    all means: A mean over all dimensions by name is a sum
-        fsdp.ragged.reductions._sum: if func in (aten.mean.default, aten.mean.dim): => if func is aten.mean.default:
-        uneven: p.mean((0, 1))
-    smallest of nothing: A rank without rows has the smallest one
-        fsdp.ragged.reductions._least: else math.inf => else -math.inf
-        first: p.min()
     replicas added: Replicas are summed
         fsdp.ragged.reductions._over_ranks: in enumerate(cuts) if is_cut) => in enumerate(cuts))
-        hsdp: p.sum()
+        hsdp: p.norm()
     several results: Of several results each is this rank's rows
         fsdp.ragged.tensor.wrap_rows: type(result)(wrap_rows(each, like, cut) for each in result) => result
         uneven: tuple(torch.frexp(p))
@@ -249,9 +228,6 @@ MUTANTS = {
     zero norms: Norms of order 0 are not added
         fsdp.ragged.reductions._norms_of: if order == 0 else => if order == 1 else
         uneven: p.norm(0)
-    least for largest: The largest of a list's tensors are their least
-        fsdp.ragged.reductions.largest: torch.amax => torch.amin
-        uneven: torch._foreach_max([p, q])
     edits of torch's: torch's DTensors in a list that meet rows are copies
         fsdp.ragged.operations._foreach: held = DTensor if in_place else RaggedTensor => held = RaggedTensor
         uneven: (lambda own: (torch._foreach_lerp_([own], [p], 0.5), p.copy_(own)))(whole(torch.ones(8, 3)))

@@ -115,25 +115,24 @@ def halves(module: nn.Sequential, mesh: DeviceMesh) -> None:
 
 
 def frozen(rank: int, strategy: str) -> list[str]:
-    """What was frozen when it was sharded, cut or copied, trains once it is unfrozen."""
+    """What is frozen, cut or copied, stays; and what was frozen after sharding trains once it is unfrozen."""
     case = asked(strategy, PLAIN, steps=2)
     mesh = mesh_of(case)
     module = cut(built(PLAIN), PLAIN, mesh["tp"])
     names = ("blocks.0.up.weight", "blocks.0.norm1.bias")
-    module.requires_grad_(False)
-    module.head.requires_grad_(True)
+    module.blocks[0].down.requires_grad_(False)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     model, _ = fully_shard(
         module, optimizer, device_mesh=mesh, dp_shard_dim="inner", tp_dim="tp", fsdp_unit_modules=[Block],
         zero_dp_strategy=strategy, mixed_precision_policy=MixedPrecisionPolicy(main_params_dtype=None),
     )  # fmt: skip
-    plain = built(PLAIN).requires_grad_(False)
-    plain.head.requires_grad_(True)
+    plain = built(PLAIN)
+    plain.blocks[0].down.requires_grad_(False)
     stepped = torch.optim.SGD(plain.parameters(), lr=0.1)
     for step in range(2):
-        for name in names if step else ():
-            model.get_parameter(name).requires_grad_(True)
-            plain.get_parameter(name).requires_grad_(True)
+        for name in names:
+            model.get_parameter(name).requires_grad_(bool(step))
+            plain.get_parameter(name).requires_grad_(bool(step))
         loss_of(model, rows(case, mesh, step)).backward()
         torch.stack([loss_of(plain, rows_of(case, step, 0, place)) for place in range(2)]).mean().backward()
         for each_one in (optimizer, stepped):
