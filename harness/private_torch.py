@@ -22,8 +22,6 @@ from torch.distributed.tensor import DTensor, Shard
 
 NAMES: dict[str, Any] = {
     "_ddp_params_and_buffers_to_ignore": "a module inside DistributedDataParallel",
-    "_load_from_state_dict": nn.Module,
-    "_load_state_dict_pre_hooks": nn.Module,
     "_parameters": nn.Module,
     "_execution_engine": torch.autograd.Variable,
     "_schema": "an aten operation",
@@ -104,12 +102,6 @@ def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """A module's own slots, to read and to write without its `__setattr__`."""
     found: dict[str, nn.Parameter | None] = _at(module, "_parameters")
     return found
-
-
-def loads_in_own_way(kind: Any, module: nn.Module) -> bool:
-    """True if a module of this class takes other entries than it saves; False where these names are gone."""
-    loads = getattr(kind, "_load_from_state_dict", nn.Module)
-    return not loads.__module__.startswith("torch.nn.") or bool(getattr(module, "_load_state_dict_pre_hooks", None))
 
 
 # -- autograd ----------------------------------------------------------------------------------------------------------

@@ -36,15 +36,15 @@ class Fp8Linear(nn.Linear):
     """A linear layer of an FP8 recipe; made of an ordinary one by `convert`.
 
     Its weight is fp32, bf16 or fp16 and quantized at each use, or holds 8 bits already. Then whoever quantized it has
-    set `encoded_weight`, which gives by `transposed` what a product with the weight or with its transpose takes, as the
-    weight [out, in] lies. ends_with_engine: an engine ends the steps of delayed scaling.
+    set `encoded_weight`, which gives what products take, as the weight [out, in] lies. ends_with_engine: an engine ends
+    the steps of delayed scaling.
     """
 
     recipe: Recipe
     ends_with_engine: bool
     fp8_amax_history: Tensor
     fp8_scale: Tensor
-    encoded_weight: Callable[..., Quantized] | None
+    encoded_weight: Callable[[], Quantized] | None
 
     @staticmethod
     def convert(
@@ -157,8 +157,8 @@ class Fp8Linear(nn.Linear):
 
     @property
     def is_held(self) -> bool:
-        """An engine may keep the weight in 8 bits: it is trained."""
-        return self.weight.requires_grad
+        """An engine may keep the weight in 8 bits: it is trained, and both directions take the same tiles of it."""
+        return self.weight.requires_grad and self.recipe.weights.is_symmetric
 
     @property
     def history(self) -> History | None:
@@ -196,7 +196,7 @@ class Fp8Linear(nn.Linear):
         if not is_8_bit(weight.dtype):
             held = self._quantize(Column.weights, weight, self.weight, transposed=transposed, trains=True)
         elif self.encoded_weight is not None:
-            held = self.encoded_weight(transposed=transposed)
+            held = self.encoded_weight()
         else:
             raise RuntimeError(
                 f"the weight holds {weight.dtype} and nothing says its scales under fp8={self.recipe.name}:"

@@ -45,12 +45,6 @@ class Recipe:
         """A divisor of both dimensions of a weight: of its tiles, and 16 of cuBLASLt's 8-bit matrices."""
         return max(16, self.weights.tile.rows or 0, self.weights.tile.columns or 0)
 
-    @property
-    def held_tiles(self) -> tuple[Tile, ...]:
-        """Tiles of each encoding of a weight [out, in]; two where forward and backward differ."""
-        tile = self.weights.tile
-        return (tile,) if self.weights.is_symmetric else (tile, tile.t)
-
     def fits(self, shape: tuple[int, ...]) -> bool:
         """True if a weight of this shape can be quantized by this recipe."""
         return len(shape) == 2 and all(size and size % self.multiple == 0 for size in shape)

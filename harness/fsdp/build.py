@@ -27,7 +27,7 @@ from harness.fsdp.guards.replicas import check_agreed, check_copies, check_plan
 from harness.fsdp.guards.watches import ModelWatchdog, end_watch, watch_groups
 from harness.fsdp.options import Options
 from harness.fsdp.policy import MixedPrecisionPolicy
-from harness.fsdp.runtime.gather import pipeline_of
+from harness.fsdp.runtime.gather import GatherPipeline
 from harness.fsdp.runtime.gradient_sync import GradientSync
 from harness.fsdp.runtime.hooks import Hooks, abandon
 from harness.fsdp.runtime.materialize import leave_meta, reset_by_module, values_of_first_rank
@@ -164,7 +164,7 @@ class Engine:
         options, meshes, runtime, units, buckets = self.options, self.meshes, self.runtime, self.units, self.buckets
         self.guard = guard = GradientGuard(meshes.everyone) if options.report_nan_in_param_grad else None
         self.step = step = Step(self._step_shape())
-        gather = pipeline_of(units, options.prefetch)
+        gather = GatherPipeline(units, options.prefetch)
         self.gather = gather
         self.reduce = ReducePipeline(
             units, runtime, self.memory, step, factor=1.0 / self.divisor, guard=guard, before_wait=gather.pass_turn

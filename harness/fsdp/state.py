@@ -19,7 +19,6 @@ from harness.fsdp.storage.at_rest import sharded_of
 from harness.fsdp.storage.dtensors import as_target, refuse_split_experts
 from harness.fsdp.storage.param_group import ParamGroup
 from harness.fsdp.storage.parameter_access import HOME, check_names
-from harness.private_torch import loads_in_own_way
 
 WEIGHTS, OPTIMIZER = "weights/", "optimizer/"
 NEVER = -1
@@ -150,8 +149,8 @@ class StateAccess:
 
     def load_state_dict(self, given: Mapping[str, Any], *, strict: bool) -> Any:
         """Load by the module's own `load_state_dict`; gradients wait for their step. *Collective.* StateMismatch: with
-        `strict` a name is missing or unexpected; or a shape differs. Nothing was loaded. RuntimeError: the same, found
-        by a module that loads in a way of its own."""
+        `strict` a name is missing or unexpected; or a shape differs. Nothing was loaded. A module that
+        takes other names than it saves needs `strict=False`."""
         self.weights.refuse_held()
         self.settle()
         unsharded = [bucket for bucket in self.buckets if bucket.views.sharded().shows_unsharded]
@@ -165,11 +164,7 @@ class StateAccess:
 
     def _load(self, given: Mapping[str, Any], *, strict: bool) -> Any:
         own = self._own.state_dict(self.weights.module, keep_vars=True)
-        parts = [
-            (self._own if part is self.weights.module else type(part), part) for part in self.weights.module.modules()
-        ]
-        if not any(_loads_otherwise(kind, part) for kind, part in parts):
-            _check(own, given, strict=strict)
+        _check(own, given, strict=strict)
         by_entry = {id(own[name]): value for name, value in given.items() if name in own}
         tied = {name: by_entry[id(entry)] for name, entry in own.items() if name not in given and id(entry) in by_entry}
         found: Any = self._own.load_state_dict(
@@ -199,11 +194,6 @@ class StateAccess:
             for bucket in self.buckets:
                 bucket.installed_version = NEVER
         return {FP8 + name: buffer for name, buffer in Fp8Linear.delayed_state(self.weights.module).items()}
-
-
-def _loads_otherwise(kind: type[nn.Module], part: nn.Module) -> bool:
-    """The program's own code decides which names and shapes are right. kind: the part's own class."""
-    return kind.load_state_dict is not nn.Module.load_state_dict or loads_in_own_way(kind, part)
 
 
 COUNT = "num_batches_tracked"  # torch's batch norms did not save it once, and do without

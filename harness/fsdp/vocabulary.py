@@ -78,19 +78,17 @@ class Fp8(Choice):
     """The recipe of 8-bit matrix products: how many values share a scale, and how the scale is chosen.
 
     multiple: divides both sizes of a weight. gradient_precision: significant bits of quantized gradients, the hidden
-    one included: 3 of e5m2, 4 of e4m3, which all else has. payloads: copies of a weight in 8 bits: one, or one for each
-    direction.
+    one included: 3 of e5m2, 4 of e4m3, which all else has.
     """
 
     multiple: int
     gradient_precision: int
-    payloads: int
 
-    current = "current", "One scale per tensor, from its current largest magnitude.", 16, 3, 1
-    delayed = "delayed", "One scale per tensor, from its largest magnitude in past steps.", 16, 3, 1
-    block = "block", "One power of two as scale for each 128 values, and for each 128 x 128 of weights.", 128, 4, 1
-    mx = "mx", "MXFP8: one 8-bit exponent for each 32 values.", 32, 4, 2
-    mx_32x32 = "mx_32x32", "MXFP8 with one exponent for each 32 x 32 of weights, for both directions.", 32, 4, 1
+    current = "current", "One scale per tensor, from its current largest magnitude.", 16, 3
+    delayed = "delayed", "One scale per tensor, from its largest magnitude in past steps.", 16, 3
+    block = "block", "One power of two as scale for each 128 values, and for each 128 x 128 of weights.", 128, 4
+    mx = "mx", "MXFP8: one 8-bit exponent for each 32 values.", 32, 4
+    mx_32x32 = "mx_32x32", "MXFP8 with one exponent for each 32 x 32 of weights, for both directions.", 32, 4
 
 
 class Strategy(Numbered):

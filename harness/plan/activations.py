@@ -143,10 +143,10 @@ def _record(model: Model) -> Recorded:
     config, module = model.config, model.module
     shape = config.train.microbatch_size, config.data.seq_len
     batch = tuple(torch.empty(shape, dtype=torch.int64, device="meta") for _ in range(2))
-    held = [each.unsharded for bucket in model.buckets for each in bucket.encodings]
+    held = [bucket.compute for bucket in model.buckets]
     held += [values_here(each) for each in (*module.buffers(), *batch)]
     for weight in (each for bucket in model.buckets if bucket.codec for each in bucket.codec.weights):
-        held += [each.inverse for each in weight.scales]
+        held.append(weight.scales.inverse)
     recorder = Recorder({each.untyped_storage()._cdata for each in held}, _routed(config), config.cluster.device)
     with ExitStack() as hooks, kernels(config.cluster.device), recorder:
         meter = CollectiveMeter()

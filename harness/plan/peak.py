@@ -157,8 +157,7 @@ class Ours(Step):
         self.is_queued = config.cluster.device is Device.cuda
         gathered = [unit for unit in self.order if any(not bucket.is_resident for bucket in unit.buckets)]
         self.whole = {unit.name: 0 if unit.shares_buffers else _whole(unit) for unit in gathered}
-        has_two = any(len(bucket.encodings) > 1 for unit in gathered[-1:] for bucket in unit.buckets)
-        self.for_backward = [] if has_two else gathered[-1:]
+        self.for_backward = gathered[-1:]
         shares = model.transport == "shm" and model.place.inner_size > 1
         self.staged = {unit.name: _staged(unit, model.place.inner_size) * shares for unit in gathered}
         # sums of microbatches that are there from the first reduction of a step to `zero_grad`, by unit
@@ -265,16 +264,14 @@ class Ours(Step):
 
 
 def _whole(unit: Unit) -> int:
-    """Bytes of weights that are unsharded for a use. Of two encodings it takes one, but for the root's."""
-    sizes = [[each.unsharded.nbytes for each in bucket.encodings] for bucket in unit.buckets if not bucket.is_resident]
-    return sum(sum(each) if unit.is_root else max(each) for each in sizes)
+    """Bytes of weights that are unsharded for a use."""
+    return sum(bucket.compute.nbytes for bucket in unit.buckets if not bucket.is_resident)
 
 
 def _staged(unit: Unit, size: int) -> int:
     """Bytes of this rank's part of a gather in shared memory, where peers cannot read main weights as they are."""
     cast = [b for b in unit.buckets if not b.is_resident and (b.codec or b.dtypes.main != b.dtypes.compute)]
-    sizes = [[each.unsharded.nbytes for each in bucket.encodings if each.kept is None] for bucket in cast]
-    return sum(max(each, default=0) for each in sizes) // size
+    return sum(bucket.compute.nbytes for bucket in cast if bucket.kept is None) // size
 
 
 def _sums(gradients: Gradients) -> int:

@@ -69,14 +69,14 @@ class Traffic:
         own = cuts.inner_shards(self.whole) if SHARD in placed.main_grads else [part.chunk(0) for part in inner]
         self.parts = {Axis.inner: inner, Axis.outer: cuts.outer_parts(own) if self.sizes[Axis.outer] > 1 else []}
         self.gather = self._gathers(placed.unshard)
-        self.install = self._gathers(placed.install if placed.resting_weights_are_kept else (), len(bucket.encodings))
+        self.install = self._gathers(placed.install if placed.resting_weights_are_kept else ())
         self.reductions = tuple(map(self._reduction, placed.reductions)) if bucket.gradients else ()
 
-    def _gathers(self, route: Sequence[Step], copies: int = 1) -> Rows:
+    def _gathers(self, route: Sequence[Step]) -> Rows:
         rows = Rows()
         for axis in (step.axis for step in route if self.sizes[step.axis] > 1):
             sent = _gathered(self.parts[axis], self.sizes[axis], self.bucket.dtypes.compute.itemsize)
-            rows.sent(axis.value, "all_gather", copies * sent, copies)
+            rows.sent(axis.value, "all_gather", sent)
         return rows
 
     def _reduction(self, route: Sequence[Step]) -> Rows:
@@ -120,15 +120,13 @@ def wire(model: Model, k: int, gathers: Mapping[str, int]) -> Rows:
     Args:
         gathers: of each unit in a microbatch.
     """
-    rows, known, recomputes = Rows(), dict[Any, Traffic](), model.config.model.activation_checkpointing
+    rows, known = Rows(), dict[Any, Traffic]()
     for unit in model.units:
         for bucket in unit.buckets:
-            key, copies = (bucket.key, tuple(slot.spec.shape for slot in bucket.layout.slots)), len(bucket.encodings)
+            key = (bucket.key, tuple(slot.spec.shape for slot in bucket.layout.slots))
             if key not in known:
                 known[key] = Traffic(bucket, model.transport)
-            # of two encodings a forward that is recomputed wants its own again
-            uses = copies if unit.is_root else gathers[unit.name] + (copies > 1 and recomputes)
-            rows.add(known[key].gather, k * uses)
+            rows.add(known[key].gather, k * (1 if unit.is_root else gathers[unit.name]))
             rows.add(known[key].install)
             for is_last, of_backward in enumerate(known[key].reductions):
                 rows.add(of_backward, 1 if is_last else k - 1)
@@ -157,9 +155,8 @@ def _scales(model: Model) -> list[tuple[str, int, int]]:
     for axis, size in sizes.items():
         alike = Counter({4: histories})
         for bucket, weight in held:
-            for each in weight.scales:
-                width = 1 if each.scaling is Scaling.exponent else 4
-                cut = weight.shares_tiles if axis == "tp" else getattr(bucket.cuts.own, axis) is SHARD
-                alike[width] += cut * each.num_tiles * width
+            width = 1 if weight.scales.scaling is Scaling.exponent else 4
+            cut = weight.shares_tiles if axis == "tp" else getattr(bucket.cuts.own, axis) is SHARD
+            alike[width] += cut * weight.scales.num_tiles * width
         sums += [(axis, size, num_bytes) for num_bytes in alike.values()]
     return sums

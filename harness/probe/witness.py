@@ -26,7 +26,6 @@ from harness.probe.hooks import Aside, ParameterHooks, named_parameters
 
 UNSEEN = -1
 SEVERAL = -2
-TURNED = " (in the backward)"
 
 
 @dataclass
@@ -68,7 +67,7 @@ class Witness:
     rounded: torch.dtype | None = None
     aside: Aside = nullcontext
     checksums: dict[str, set[int]] = field(default_factory=dict)
-    """Checksums of every value that a forward used, by parameter; and, of weights with two payloads, a backward."""
+    """Checksums of every value that a forward or backward used, by parameter."""
     _sums: dict[str, _Sum] = field(default_factory=dict)
     _quantized: dict[str, Fp8Linear] = field(default_factory=dict)
     """Layers whose weights are not cast to the compute dtype, but quantized from the main weights', by the weight."""
@@ -85,7 +84,6 @@ class Witness:
         names = {id(param): name for name, param in params.items()}
         layers = [each for each in self.module.modules() if isinstance(each, Fp8Linear)]
         self._quantized = {names[id(layer.weight)]: layer for layer in layers if layer.is_held}
-        self.checksums |= {name + TURNED: set() for name, layer in self._quantized.items() if _has_two(layer)}
         for name, layer in self._quantized.items():
             self._ending.callback(_restore, layer, layer.__dict__.get("weight_for"))
             layer.__dict__["weight_for"] = partial(self._multiplied, name, layer, layer.weight_for)
@@ -104,14 +102,13 @@ class Witness:
 
     def _multiplied(self, name: str, layer: Fp8Linear, weight_for: Any, *, transposed: bool) -> Any:
         """The operand of a product, in the forward and, transposed, in the backward: of a weight in 8 bits one and the
-        same, or the other of its two encodings."""
+        same."""
         found = weight_for(transposed=transposed)
         if layer.weight.dtype.itemsize == 1:
             self._in_8_bits.add(name)
             held = found.t if transposed else found
-            used = self.checksums[name + TURNED if transposed and _has_two(layer) else name]
             with self.aside():
-                used.add(checksum(held.payload, held.scale_inv))
+                self.checksums[name].add(checksum(held.payload, held.scale_inv))
         return found
 
     @property
@@ -145,16 +142,11 @@ class Witness:
 
     def kept(self, weights: Iterable[tuple[str, Tensor]]) -> list[int]:
         """A checksum of what each entry of `checksums` should be: of the main weights as a forward should see them,
-        cast, or quantized whole, with the reciprocals of the scales; and as a backward should see those with two
-        payloads."""
-        found = {}
-        for name, weight in weights:
-            found[name] = checksum(*self._as_seen(name, weight))
-            if name + TURNED in self.checksums:
-                found[name + TURNED] = checksum(*self._as_seen(name, weight, transposed=True))
+        cast, or quantized whole, with the reciprocals of the scales."""
+        found = {name: checksum(*self._as_seen(name, weight)) for name, weight in weights}
         return [found[name] for name in self.checksums]
 
-    def _as_seen(self, name: str, weight: Tensor, *, transposed: bool = False) -> tuple[Tensor, ...]:
+    def _as_seen(self, name: str, weight: Tensor) -> tuple[Tensor, ...]:
         layer = self._quantized.get(name)
         if layer is None:
             return (weight.to(self.compute),)
@@ -163,7 +155,7 @@ class Witness:
         if name not in self._in_8_bits:
             return (weight,)
         here = weight.to(layer.fp8_scale.device if layer.recipe.delayed else weight.device)
-        found = layer.quantize_weight(here, transposed=transposed)
+        found = layer.quantize_weight(here)
         return found.payload, found.scale_inv
 
     def used(self) -> list[int]:
@@ -172,11 +164,6 @@ class Witness:
             UNSEEN if not found else next(iter(found)) if len(found) == 1 else SEVERAL
             for found in self.checksums.values()
         ]
-
-
-def _has_two(layer: Fp8Linear) -> bool:
-    """True if a layer's weight, where it is held in 8 bits, has other bits in the backward."""
-    return not layer.recipe.weights.is_symmetric
 
 
 def checksum(*tensors: Tensor) -> int:

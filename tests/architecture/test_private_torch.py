@@ -295,10 +295,3 @@ def test_schedulers_learn_of_steps() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         scheduler.step()
-
-
-def test_ways_of_loading_are_told_apart() -> None:
-    linear = nn.Linear(2, 2)
-    assert not private_torch.loads_in_own_way(nn.Linear, linear)
-    linear.register_load_state_dict_pre_hook(lambda *_: None)
-    assert private_torch.loads_in_own_way(nn.Linear, linear)

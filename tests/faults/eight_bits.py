@@ -69,7 +69,7 @@ def stale_scale(site: Site) -> None:
 
 
 def _keep_scale(site: Site, weight: Any) -> None:
-    kept = weight.scales[0]
+    kept = weight.scales
     before = kept.scale.clone()
 
     def revert() -> None:

@@ -85,7 +85,7 @@ def strided_shard_in_plain_order(site: Site) -> None:
 def _swap(bucket: ParamGroup, amount: float) -> None:
     if bucket.is_resident or not bucket.trainable:
         return
-    for part in bucket.cuts.inner_parts(bucket.encodings[0].unsharded):
+    for part in bucket.cuts.inner_parts(bucket.compute):
         first, second = part.chunk(0), part.chunk(1)
         length = min(first.numel(), second.numel())
         first, second = first[:length], second[:length]

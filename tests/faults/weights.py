@@ -32,7 +32,7 @@ def F19_permuted_shards(site: Site) -> None:
 
 def others_of(bucket: ParamGroup) -> list[Tensor]:
     """The parts of a whole bucket of weights that other ranks own."""
-    own, parts = bucket.cuts.place.inner_rank, bucket.cuts.inner_parts(bucket.encodings[0].unsharded)
+    own, parts = bucket.cuts.place.inner_rank, bucket.cuts.inner_parts(bucket.compute)
     return [part.chunk(rank) for part in parts for rank in range(len(part.cut.spans)) if rank != own]
 
 

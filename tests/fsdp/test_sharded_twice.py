@@ -51,7 +51,7 @@ def around(rank: int, strategy: str) -> list[str]:
     told += said(lambda: sharded(strategy, Parent(model)), ValueError, "is sharded already")
     loss_of(model, data(0, rank)).backward()
     right = plain_gradients([data(0, other) for other in range(dist.get_world_size())], 1 / dist.get_world_size())
-    return close(dict(model.full_gradients()), right)
+    return told + close(dict(model.full_gradients()), right)
 
 
 def inside(_: int, strategy: str) -> list[str]:

@@ -110,9 +110,9 @@ def product() -> tuple[Case, ...]:
     return tuple(cases)
 
 
-LATE = "8 bits, mx, recomputed late"
+LATE = "8 bits, block, recomputed late"
 """Blocks are recomputed from the second forward on, when ranks have agreed that none is."""
-EIGHT_BITS = {f"8 bits, {recipe.value}": recipe for recipe in Fp8} | {LATE: Fp8.mx}
+EIGHT_BITS = {f"8 bits, {recipe.value}": recipe for recipe in Fp8} | {LATE: Fp8.block}
 """The blocks' matrices multiply 8 bits under a recipe, and are gathered so."""
 SIZES = {"inner axis of one rank": (2, 1), "inner axis of three ranks": (2, 3), "outer axis of three ranks": (3, 1)}
 """Ranks of the outer axis and of the inner one, where they are not two and two. Three divide no bucket."""

@@ -163,10 +163,9 @@ def shard(rank: int, case: Case, module: nn.Module) -> tuple[ShardedModel, Stepp
 def name_buffers(recorder: Recorder, model: ShardedModel, case: Case) -> None:
     """Let reports speak of buffers as the engine does."""
     for bucket in model.engine.buckets:
-        for each in bucket.encodings:
-            recorder.name(each.unsharded, f"weights of {bucket.name}{each.suffix}")
-            if each.kept is not None:
-                recorder.name(each.kept, f"weights of {bucket.name}{each.suffix}")
+        recorder.name(bucket.compute, f"weights of {bucket.name}")
+        if bucket.kept is not None:
+            recorder.name(bucket.kept, f"weights of {bucket.name}")
         if bucket.main_storage is not None:
             recorder.name(bucket.main_storage, f"main weights of {bucket.name}")
         gradients = bucket.gradients

@@ -124,18 +124,13 @@ def held_by_several(buckets: Sequence[ParamGroup], meshes: Meshes) -> Held:
     for mesh in meshes:
         of_mesh = [bucket for bucket in buckets if bucket.mesh is mesh]
         resident = [bucket for bucket in of_mesh if bucket.is_resident]
-        whole = [
-            Replica(each.name + encoding.suffix, encoding.unsharded, partial(each.named_slices, encoding.unsharded))
-            for each in resident
-            for encoding in each.encodings
-        ]
+        whole = [Replica(each.name, each.compute, partial(each.named_slices, each.compute)) for each in resident]
         found.append((mesh.everyone, whole))
         apart = [bucket for bucket in of_mesh if bucket.main_storage is not None]
         found.append((mesh.inner, [_own(bucket) for bucket in apart if bucket.cuts.own.inner is REPLICATE]))
         if mesh.outer is not None:
             outside = [_own(bucket) for bucket in apart if bucket.cuts.own.outer is REPLICATE]
-            sharded = [bucket for bucket in of_mesh if not bucket.is_resident]
-            shards = ((b.name + each.suffix, each.kept) for b in sharded for each in b.encodings)
+            shards = ((b.name, b.kept) for b in of_mesh if not b.is_resident)
             outside += [Replica(f"{name} inner shard", shard) for name, shard in shards if shard is not None]
             found.append((mesh.outer, outside))
     if meshes.tensor is not None:

@@ -36,7 +36,6 @@ from harness.fsdp.runtime.reduce import ReducePipeline
 from harness.fsdp.runtime.units import Unit, buckets_of, rest
 from harness.fsdp.runtime.weak_hooks import WeakHook
 from harness.fsdp.storage.at_rest import finished_grad
-from harness.fsdp.storage.codec import BACKWARD
 from harness.fsdp.storage.gradients import Gradients
 from harness.fsdp.storage.param_group import ParamGroup
 from harness.fsdp.storage.parameter_access import by_engine, grad_of, put_grad
@@ -145,7 +144,7 @@ class BackwardHooks:
         for bucket in buckets_of(self.units):
             bucket.use()
         self.gather.pre_backward()
-        self.gather.unshard(self.units[0], BACKWARD)
+        self.gather.unshard(self.units[0])
         self.reduce.expect(self.units[0])
         for unit in self.units:
             if unit.readiness.is_unused:
@@ -228,7 +227,7 @@ class BackwardHooks:
             unit.readiness.enter(call)
             if unit.readiness.is_entered:
                 self._entered.add(unit)
-        self.gather.unshard(unit, BACKWARD)
+        self.gather.unshard(unit)
         if not self.reduce.is_done_with(unit):
             self.reduce.expect(unit)
 

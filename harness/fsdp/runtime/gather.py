@@ -13,8 +13,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from harness.fsdp.runtime.units import Unit, rest
-from harness.fsdp.runtime.weak_hooks import WeakHook
-from harness.fsdp.storage.codec import BACKWARD, BOTH, FORWARD
 
 
 class GatherPipeline:
@@ -63,7 +61,7 @@ class GatherPipeline:
         self._begin([unit for unit in self.order if unit not in self._whole])
         self._ran, self._late = [], False
         for unit in self._roots:
-            self.unshard(unit, FORWARD)
+            self.unshard(unit)
 
     def post_forward(self, *, backward_follows: bool, inside: bool = False) -> None:
         """The model's forward ends: units that did not run take their turn in the sweep, and are resharded; the last
@@ -141,11 +139,8 @@ class GatherPipeline:
 
     # -- unshard ---------------------------------------------------------------------------------------------------
 
-    def unshard(self, unit: Unit, direction: int) -> None:
-        """Have a unit's weights whole for what the caller does next, and prefetch the units that follow.
-
-        direction: of what the caller does, as in [Note: Two encodings].
-        """
+    def unshard(self, unit: Unit) -> None:
+        """Have a unit's weights whole for what the caller does next, and prefetch the units that follow."""
         if unit not in self._gathered:
             unit.receive()
             return
@@ -162,11 +157,7 @@ class GatherPipeline:
                 self._late = True
             self._start_unshard(unit)
             self._wait_for_unshard(unit)
-        self.complete(unit, direction)
         self._prefetch()
-
-    def complete(self, unit: Unit, direction: int) -> None:
-        """Gather what a direction needs of a unit that is unsharded. *Collective* where it is not here."""
 
     def unshard_next(self, unit: Unit | None = None) -> None:
         """Have the unit whole that is wanted next, before it is asked for; None: the one the sweep comes to, if it is
@@ -176,19 +167,16 @@ class GatherPipeline:
         if following is None or not (unit or following.readiness.is_called):
             return
         if self._has_room(following) or following in self._on_way:
-            self.unshard(following, BACKWARD)
+            self.unshard(following)
 
     def _has_room(self, unit: Unit) -> bool:
         return not unit.shares_buffers or all(bucket.memory.has_room(bucket.compute) for bucket in unit.buckets)
-
-    def _directions(self, unit: Unit) -> int:
-        return BOTH
 
     def _start_unshard(self, unit: Unit) -> None:
         if unit in self._on_way or unit in self._whole:
             return
         for bucket in unit.buckets:
-            bucket.unshard(self._directions(unit))
+            bucket.unshard()
         self._on_way[unit] = None
 
     def _wait_for_unshard(self, unit: Unit) -> None:
@@ -283,50 +271,3 @@ class GatherPipeline:
             unit.is_held = False
             if unit in self._whole and unit not in self._kept:
                 self._reshard(unit)
-
-
-class TwoEncodings(GatherPipeline):
-    """Gathers the copy of a unit's weights that a direction needs; see [Note: Two encodings].
-
-    A forward gathers its copy of such weights and a backward the other, one byte a parameter each, as Megatron-FSDP
-    does; so the last unit of a forward does not stay for the backward, as others do. The root has both. Where a forward
-    is recomputed in a backward, the module's hooks, or the layer itself, request its copy, which is gathered then:
-    correct as long as all ranks recompute the same units, and not overlapped with anything.
-    """
-
-    def __init__(self, units: Sequence[Unit], prefetch: int) -> None:
-        super().__init__(units, prefetch)
-        self._of_two = {unit for unit in self.order if has_two_encodings(unit)}
-        for unit in self._of_two:
-            for weight in (each for bucket in unit.buckets if bucket.codec for each in bucket.codec.encoded):
-                weight.request = WeakHook(self.complete, unit)
-
-    @property
-    def last(self) -> Unit | None:
-        last = super().last
-        return None if last in self._of_two else last
-
-    def complete(self, unit: Unit, direction: int) -> None:
-        for bucket in unit.buckets if unit in self._of_two else ():
-            bucket.unshard(direction)
-            bucket.wait_for_unshard()
-
-    def hold(self, units: Sequence[Unit]) -> list[Unit]:
-        found = super().hold(units)
-        for unit in found:
-            self.complete(unit, BOTH)
-        return found
-
-    def _directions(self, unit: Unit) -> int:
-        if unit.is_root or unit not in self._of_two:
-            return BOTH
-        return BACKWARD if self.in_backward else FORWARD
-
-
-def has_two_encodings(unit: Unit) -> bool:
-    return any(len(bucket.encodings) > 1 for bucket in unit.buckets)
-
-
-def pipeline_of(units: Sequence[Unit], prefetch: int) -> GatherPipeline:
-    kind = TwoEncodings if any(map(has_two_encodings, units)) else GatherPipeline
-    return kind(units, prefetch)

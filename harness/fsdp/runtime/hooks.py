@@ -27,7 +27,6 @@ from harness.fsdp.runtime.reduce import ReducePipeline
 from harness.fsdp.runtime.units import Unit, buckets_of, rest
 from harness.fsdp.runtime.weak_hooks import WeakHook
 from harness.fsdp.storage import edits
-from harness.fsdp.storage.codec import FORWARD
 from harness.fsdp.storage.parameter_access import Whereabouts, by_engine
 from harness.private_torch import in_transform, is_tracing, tree_flatten, tree_leaves, tree_unflatten
 
@@ -163,7 +162,7 @@ class Hooks(BackwardHooks):
             self._begin_forward(with_gradients=with_gradients)
             self.step.running.clear()
             self._alone = unit
-        self.gather.unshard(unit, FORWARD)
+        self.gather.unshard(unit)
         if self.step.in_backward:
             recorded = with_gradients and unit.readiness.note_recomputation()
             return self._watch_recomputed(unit, args, kwargs) if recorded else None

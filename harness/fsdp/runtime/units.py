@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from harness.fsdp.runtime.readiness import Readiness
 from harness.fsdp.storage import edits
-from harness.fsdp.storage.codec import encodings_of
+from harness.fsdp.storage.codec import is_marked
 from harness.fsdp.storage.memory import BucketMemory
 from harness.fsdp.storage.param_group import GroupKey, ParamGroup
 
@@ -119,6 +119,6 @@ def plan_units(module: nn.Module, unit_classes: Sequence[type[nn.Module]]) -> li
     visit(module, "", id(module))
     for param, (name, units) in homes.items():
         home = next(iter(units)) if len(units) == 1 else id(module)
-        key = GroupKey(param.dtype, param.requires_grad, is_expert(param), encodings_of(param))
+        key = GroupKey(param.dtype, param.requires_grad, is_expert(param), is_marked(param))
         plans[home].buckets.setdefault(key, []).append((name, param))
     return [plan for plan in plans.values() if plan.name == ROOT or plan.buckets]

@@ -1,8 +1,10 @@
 """How main weights of FP8 layers become compute weights, by a codec of their bucket; those of all others are cast.
 
 Weights of FP8 layers have buckets of their own, whose compute dtype is e4m3: payload is kept and gathered, one byte a
-parameter, and a layer multiplies it as it is. Main weights stay as the policy says (fp32), and are quantized from
-there, after an update and whenever a gather casts them. Frozen weights are not held in 8 bits.
+parameter, and a layer multiplies it as it is, in the forward and, transposed, in the backward. Main weights stay as the
+policy says (fp32), and are quantized from there, after an update and whenever a gather casts them. Frozen weights are
+not held in 8 bits, nor are those of the recipe `mx`, which takes other tiles in the backward: layers quantize the
+compute weights at each use.
 
 A scale belongs to a tile of the unsharded weight, of which a rank may hold some rows. Each rank takes the amaxes of its
 own rows, then all ranks that cut the weight take the largest, in one all-reduce for all layers (two where both axes
@@ -14,18 +16,12 @@ over that axis too. A TP shard of the other recipes consists of entire tiles: it
 Under delayed scaling the scale comes from the layer's history (see [Note: Delayed]): at the end of a step the history
 is closed first, then weights are quantized under its new scale, then their own amax begins the next record. Weights
 that are loaded are quantized under the scale that was saved with them: no step ends there, and the payload is the same.
-
-[Note: Two encodings] The recipe `mx` quantizes a weight along the dimension that a product sums over: along rows for
-the forward (rowwise), along columns for the backward (columnwise). Neither payload follows from the other, so a bucket
-has both, laid out alike, and all else (main weights, gradients, cuts) once; `TwoEncodings` gathers them. While only the
-backward's copy is gathered, the parameters of the bucket show that.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import InitVar, dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -35,42 +31,15 @@ from harness.fp8.quantize import WIDENED, Column, History, Quantized, is_8_bit
 from harness.fp8.tile_scales import TileScales
 from harness.fp8.tp_shards import tp_shard_here
 from harness.fsdp.comm.communicator import Communicator
-from harness.fsdp.comm.events import Label
 from harness.fsdp.comm.mesh import Mesh, Meshes
-from harness.fsdp.policy import Dtypes
 from harness.fsdp.storage.cuts import Cuts
-from harness.fsdp.storage.gradients import Gradients
 from harness.fsdp.storage.layout import LocalSlice, Slot, contiguous_strides
 from harness.fsdp.storage.placement import SHARD, Axis
 from harness.fsdp.tensor_parallel import TpShard
 
-FORWARD, BACKWARD = 1, 2
-"""Directions, which are added."""
-BOTH = FORWARD + BACKWARD
-BACKWARD_COPY = " backward"
 PURPOSE = "fp8 amaxes"
 LAYER = "_fsdp_fp8_layer"
 """Attribute of a parameter that is to be held in 8 bits: its layer, weakly."""
-
-
-@dataclass(eq=False)
-class Encoding:
-    """One copy of the compute weights of a bucket.
-
-    directions: of the products that take it. unsharded: shape [bucket], once the bucket has storage. kept: compute
-    weights between uses, unsharded or this inner shard's; None: there are none. is_valid: `unsharded` has its values.
-    suffix: of the bucket's name in labels.
-    """
-
-    bucket: InitVar[str]
-    directions: int
-    unsharded: Tensor = field(default_factory=lambda: torch.empty(0))
-    kept: Tensor | None = None
-    is_valid: bool = False
-
-    def __post_init__(self, bucket: str) -> None:
-        self.suffix = BACKWARD_COPY if self.directions == BACKWARD else ""
-        self.label = Label("all_gather", bucket + self.suffix)
 
 
 def mark_weights(module: nn.Module) -> None:
@@ -96,36 +65,29 @@ def mark_weights(module: nn.Module) -> None:
             setattr(weight, LAYER, weakref.ref(layer))
 
 
-def encodings_of(param: nn.Parameter) -> int:
-    """The number of 8-bit encodings that a parameter is to be held in; 0: it is not."""
-    layer = getattr(param, LAYER)() if LAYER in param.__dict__ else None
-    return 0 if layer is None else len(layer.recipe.held_tiles)
+def is_marked(param: nn.Parameter) -> bool:
+    return LAYER in param.__dict__
 
 
 class Fp8Weight:
     """One weight [out, in] with scales, or this rank's TP shard of it under tensor parallelism.
 
-    layer: of the weight, weakly. encodings: of its bucket, in which it begins at element `first`.
+    layer: of the weight, weakly. compute: its bucket, in which it begins at element `first`.
     """
-
-    request: Callable[[int], None] | None = None
-    """Gathers the encoding for a direction, unless it is valid. *Collective* where it is not."""
 
     def __init__(
         self,
         layer: Callable[[], Fp8Linear | None],
         slot: Slot,
-        encodings: Sequence[Encoding],
+        compute: Tensor,
         first: int,
         tp_shard: TpShard,
         device: torch.device,
     ) -> None:
-        self._layer, self.slot, self._encodings, self._first = layer, slot, encodings, first
+        self._layer, self.slot, self._compute, self._first = layer, slot, compute, first
         self.shape = (slot.spec.shape[0], slot.spec.shape[1])
         recipe, tile = self.layer.recipe, self.layer.recipe.weights.tile
-        self.scales = [
-            TileScales(each, self.shape, recipe.weights.format, recipe.scaling, device) for each in recipe.held_tiles
-        ]
+        self.scales = TileScales(tile, self.shape, recipe.weights.format, recipe.scaling, device)
         self.shares_tiles = not tp_shard.is_whole and (tile.columns if tp_shard.dim else tile.rows) is None
         self.layer.encoded_weight = self
 
@@ -135,94 +97,74 @@ class Fp8Weight:
         assert found is not None, "an engine does not outlive the module it shards"
         return found
 
-    def __call__(self, *, transposed: bool) -> Quantized:
-        """The encoding for a product with the weight, or with its transpose; as the weight lies."""
-        if self.request is not None:
-            self.request(self._encodings[transposed].directions)
-        return self.read(int(transposed) if len(self.scales) > 1 else 0)
-
-    def read(self, which: int) -> Quantized:
-        unsharded, scales = self._encodings[which].unsharded, self.scales[which]
-        first = unsharded.storage_offset() + self._first
-        view = unsharded.as_strided(self.shape, contiguous_strides(self.shape), first)
-        return Quantized(view, scales.inverse.float(), scales.tile)
+    def __call__(self) -> Quantized:
+        first = self._compute.storage_offset() + self._first
+        view = self._compute.as_strided(self.shape, contiguous_strides(self.shape), first)
+        return Quantized(view, self.scales.inverse.float(), self.scales.tile)
 
     def maxima(self, values: Tensor, start: int) -> Tensor:
-        return torch.cat([each.maxima(values, start).view(-1) for each in self.scales])
+        return self.scales.maxima(values, start).view(-1)
 
     def rescale(self, maxima: Tensor) -> None:
         """Set scales from the largest `maxima` of all ranks; or from the history, which records these."""
         history = self.layer.history
-        if history is not None:
-            scale = history.scale[Column.weights].view(1, 1)
-            self.scales[0].set(scale, scale.reciprocal())
-            history.record(Column.weights, maxima.view(1, 1))
+        if history is None:
+            self.scales.take(maxima)
             return
-        for each, part in zip(self.scales, maxima.split([each.num_tiles for each in self.scales]), strict=True):
-            each.take(part)
+        scale = history.scale[Column.weights].view(1, 1)
+        self.scales.set(scale, scale.reciprocal())
+        history.record(Column.weights, maxima.view(1, 1))
 
 
 class Fp8Codec:
-    """Quantizes the weights of one bucket.
+    """Quantizes the weights of one bucket, `compute`, each marked by `mark_weights`.
 
-    shares_tiles: a scale also depends on other ranks of the tensor-parallel axis. encoded: weights whose layers read an
-    encoding for each direction. scale_bytes: of scales, on every rank.
-
-    params: the bucket's, each marked by `mark_weights`, all with as many encodings. ValueError for a dtype of main
-    weights that is not quantized.
+    shares_tiles: a scale also depends on other ranks of the tensor-parallel axis. scale_bytes: of scales, on every
+    rank. ValueError for a dtype of main weights that is not quantized.
     """
 
     def __init__(
         self,
         params: Sequence[tuple[str, nn.Parameter]],
         cuts: Cuts,
-        encodings: Sequence[Encoding],
+        compute: Tensor,
         tp_shards: Mapping[str, TpShard],
-        dtypes: Dtypes,
-        device: torch.device,
+        main: torch.dtype,
     ) -> None:
-        if dtypes.main not in WIDENED:
+        if main not in WIDENED:
             raise ValueError(
-                f"main_params_dtype={dtypes.main} cannot be quantized to 8 bits: FP8 layers take main weights of"
+                f"main_params_dtype={main} cannot be quantized to 8 bits: FP8 layers take main weights of"
                 f" {', '.join(str(each) for each in WIDENED)}"
             )
-        self.cuts, self.dtype = cuts, dtypes.compute
+        self.cuts, self.dtype, device = cuts, compute.dtype, compute.device
         self.weights = [
-            Fp8Weight(
-                getattr(param, LAYER), slot, encodings, cuts.layout.bucket_range(slot)[0], tp_shards[name], device
-            )
+            Fp8Weight(getattr(param, LAYER), slot, compute, cuts.layout.bucket_range(slot)[0], tp_shards[name], device)
             for slot, (name, param) in zip(cuts.layout.slots, params, strict=True)
         ]
-        self.encoded = self.weights if len(encodings) > 1 else ()
         self.shares_tiles = any(each.shares_tiles for each in self.weights)
 
     @property
     def scale_bytes(self) -> int:
-        return sum(scales.nbytes for each in self.weights for scales in each.scales)
+        return sum(each.scales.nbytes for each in self.weights)
 
     def local(self, shards: Sequence[Tensor]) -> Iterator[tuple[Fp8Weight, Tensor, LocalSlice]]:
         for weight in self.weights:
             local = self.cuts.own_slice(weight.slot)
             yield weight, local.of(shards), local
 
-    def encode(self, shards: Sequence[Tensor], encoding: Encoding) -> list[Tensor]:
-        """This rank's main weights in one of the bucket's encodings; a tensor a segment."""
+    def encode(self, shards: Sequence[Tensor]) -> list[Tensor]:
+        """This rank's main weights in 8 bits; a tensor a segment."""
         found = [torch.zeros(shard.shape, dtype=self.dtype, device=shard.device) for shard in shards]
         for weight, rows, local in self.local(shards):
             if local.numel:
-                local.of(found).copy_(weight.scales[encoding.directions == BACKWARD].encode(rows, local.start))
+                local.of(found).copy_(weight.scales.encode(rows, local.start))
         return found
 
-    def encode_value(self, slot: Slot, value: Tensor) -> list[Tensor]:
-        """Every encoding, flat, of the value of one weight or of its TP shard (flat, in the main weights' dtype)."""
+    def encode_value(self, slot: Slot, value: Tensor) -> Tensor:
+        """The value of one weight or of its TP shard in 8 bits: flat, as it is given in the main weights' dtype."""
         weight = next(each for each in self.weights if each.slot is slot)
         weight.rescale(weight.maxima(value, 0))
-        return [each.encode(value, 0) for each in weight.scales]
-
-    def prepare(self, gradients: Gradients) -> None:
-        """Rules out the dtype of the weight; a gradient may come before a hook knows that the unit's backward began."""
-        gradients.first_may_wait = False
-        gradients.expect()
+        return weight.scales.encode(value, 0)
 
 
 Held = Sequence[tuple[Fp8Codec, Sequence[Tensor], Mesh]]

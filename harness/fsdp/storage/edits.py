@@ -39,7 +39,7 @@ def differing(bucket: ParamGroup) -> list[Tensor]:
     """
     if bucket.computes_with_main_weights:
         return []
-    pairs = zip(_own_compute_weights(bucket), bucket.cast_shards(bucket.encodings[0]), strict=True)
+    pairs = zip(_own_compute_weights(bucket), bucket.cast_shards(), strict=True)
     return [_bits_of(seen) != _bits_of(main.detach().to(seen.dtype)) for seen, main in pairs]
 
 

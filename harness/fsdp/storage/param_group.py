@@ -24,7 +24,7 @@ from harness.fsdp.comm.events import OUTER, Label
 from harness.fsdp.comm.mesh import Mesh
 from harness.fsdp.comm.reduction import Reduction
 from harness.fsdp.policy import Dtypes, MixedPrecisionPolicy
-from harness.fsdp.storage.codec import BACKWARD, BOTH, FORWARD, Encoding, Fp8Codec
+from harness.fsdp.storage.codec import Fp8Codec
 from harness.fsdp.storage.cuts import Cuts
 from harness.fsdp.storage.gradients import GradientPlan, Gradients
 from harness.fsdp.storage.layout import ParamSpec, Slot
@@ -39,19 +39,19 @@ InitialValue = Callable[[str, torch.Size], Tensor]
 
 @dataclass(frozen=True)
 class GroupKey:
-    """dtype: of the compute weights. fp8: encodings in 8 bits, 0, 1 or 2 (one for each direction). stored: of frozen
-    weights that are computed with in another dtype than the module has."""
+    """dtype: of the compute weights. fp8: they are kept in 8 bits. stored: of frozen weights that are computed with in
+    another dtype than the module has."""
 
     dtype: torch.dtype
     trainable: bool
     expert: bool = False
-    fp8: int = 0
+    fp8: bool = False
     stored: torch.dtype | None = None
 
     @property
     def label(self) -> str:
         marks = ("" if self.trainable else "/frozen") + ("/experts" if self.expert else "")
-        marks += ("", "/fp8", "/fp8x2")[self.fp8]
+        marks += "/fp8" * self.fp8
         marks += "" if self.stored is None else f"/{self.stored}".replace("torch.", "")
         return str(self.dtype).removeprefix("torch.") + marks
 
@@ -85,8 +85,7 @@ class ParamGroup:
     ) -> None:
         self.name, self.key, self.params = name, key, params
         self.dtypes, self.trainable = dtypes, key.trainable
-        # copies of the compute weights, one for each direction under [Note: Two encodings]
-        self.encodings = [Encoding(name, each) for each in ((FORWARD, BACKWARD) if key.fp8 > 1 else (BOTH,))]
+        self.label = Label("all_gather", name)
         self.views = ParameterViews(params, unit=name.removesuffix(f"/{key.label}"))
         self.plan, self.memory = plan, plan.memory
         self.mesh, self.placements, self.tp = mesh, placements, tp
@@ -97,11 +96,11 @@ class ParamGroup:
         # all-gathers of updated weights, while nobody has waited for them; the last brings the weights
         self.awaited: list[Pending] = []
         self._updated_on: Any = None
-        self._unsharding: list[tuple[Encoding, Pending]] = []
+        self._unsharding: Pending | None = None
         self._build(initial)
 
     def _build(self, initial: InitialValue | None) -> None:
-        dtypes, device = self.dtypes, self.memory.device
+        dtypes = self.dtypes
         specs = [ParamSpec(each, tp_shard.here) for each, tp_shard in self.tp_shards.items()]
         self.cuts = Cuts.plan(specs, self.mesh.place, self.placements, dtypes.align_elements)
         self.layout = self.cuts.layout
@@ -109,7 +108,7 @@ class ParamGroup:
         self._build_main_weights()
         self.codec: Fp8Codec | None = None  # makes compute weights of main weights; None: a cast does
         if self.key.fp8:
-            self.codec = Fp8Codec(self.params, self.cuts, self.encodings, self.tp_shards, dtypes, device)
+            self.codec = Fp8Codec(self.params, self.cuts, self.compute, self.tp_shards, dtypes.main)
         trained = [param for _, param in self.params]
         self.gradients = (
             Gradients(self.name, trained, self.cuts, self.placements, dtypes, self.plan) if self.trainable else None
@@ -121,7 +120,8 @@ class ParamGroup:
                 self.set_value(slot, initial(slot.spec.name, torch.Size(self.tp_shard_of(slot).shape)))
         self.point_at_weights()
         if self.gradients is not None and self.codec is not None:
-            self.codec.prepare(self.gradients)
+            self.gradients.first_may_wait = False  # in the dtype of the weight; it may come before a hook knows
+            self.gradients.expect()
         self.views.forget_edits()
 
     def send_as(self, dtypes: Dtypes) -> None:
@@ -166,29 +166,28 @@ class ParamGroup:
         memory, resting, dtype = self.memory, self.placements.resting_weights, self.dtypes.compute
         self.is_resident = resting == WHOLE  # compute weights are whole between uses
         make = partial(memory.weights, shm=self.mesh.gather.shm) if self.is_resident else memory.transient
-        for each in self.encodings:
-            each.unsharded = make(self.layout.bucket_numel, dtype)
-            each.is_valid, each.kept = self.is_resident, each.unsharded if self.is_resident else None
-            if self.placements.resting_weights_are_kept and not self.is_resident:
-                each.kept = memory.weights(self.cuts.numel(resting), dtype, self.mesh.gather.shm)
-        # unsharded compute weights: those of a forward, where a backward has others
-        self.compute = self.encodings[0].unsharded
-        self.views.build([views_of(each.unsharded, self.layout) for each in self.encodings])
-        for each in self.encodings if not self.is_resident else ():
-            memory.empty(each.unsharded)
+        self.compute = make(self.layout.bucket_numel, dtype)  # unsharded compute weights
+        self.is_whole = self.is_resident
+        # compute weights between uses, unsharded or this inner shard's; None: there are none
+        self.kept = self.compute if self.is_resident else None
+        if self.placements.resting_weights_are_kept and not self.is_resident:
+            self.kept = memory.weights(self.cuts.numel(resting), dtype, self.mesh.gather.shm)
+        self.views.build(views_of(self.compute, self.layout))
+        if not self.is_resident:
+            memory.empty(self.compute)
 
     def _build_main_weights(self) -> None:
         stored = self.dtypes.main
         offload = self.plan.offload if self.trainable else None
         # main weights in storage of their own; None where they are the compute weights that are kept
         self.main_storage: Tensor | None = None
-        kept, is_sent = self.encodings[0].kept, stored == self.dtypes.compute and offload is None
+        is_sent = stored == self.dtypes.compute and offload is None
         may_share = not (self.memory.registers and SHARD in self.cuts.own)
-        if kept is not None and is_sent and may_share:
-            self.main_shards = self.cuts.own_shards(self.kept_shards(self.encodings[0]))
+        if self.kept is not None and is_sent and may_share:
+            self.main_shards = self.cuts.own_shards(self.kept_shards())
         else:
             numel = self.cuts.numel(self.placements.main_weights)
-            if kept is None and is_sent and may_share:
+            if self.kept is None and is_sent and may_share:
                 self.main_storage = self.memory.weights(numel, stored, self.mesh.gather.shm)
             else:
                 self.main_storage = self.memory.unmoved(numel, stored, on_host=offload is not None)
@@ -196,9 +195,9 @@ class ParamGroup:
         # main weights are (a part of) the whole compute weights, so that an edit of these is one of them
         self.computes_with_main_weights = self.is_resident and self.main_storage is None
 
-    def kept_shards(self, encoding: Encoding) -> list[Tensor]:
-        assert encoding.kept is not None
-        return self.cuts.inner_shards_of(encoding.kept, self.placements.resting_weights)
+    def kept_shards(self) -> list[Tensor]:
+        assert self.kept is not None
+        return self.cuts.inner_shards_of(self.kept, self.placements.resting_weights)
 
     def set_value(self, slot: Slot, value: Tensor) -> None:
         """Put a parameter's full value, or this rank's TP shard of it, into main and, where they are kept, compute
@@ -210,68 +209,57 @@ class ParamGroup:
         local = self.cuts.own_slice(slot)
         local.of(self.main_shards).copy_(flat[local.start : local.end])
         stored = flat.to(self.main_shards[0].dtype)
-        values = [stored] if self.codec is None else self.codec.encode_value(slot, stored)
-        for encoding, value in zip(self.encodings, values, strict=True):
-            if self.is_resident:
-                begin, end = self.layout.bucket_range(slot)
-                encoding.unsharded[begin:end].copy_(value)
-            elif encoding.kept is not None:
-                local = self.cuts.inner_slice(slot)
-                local.of(self.kept_shards(encoding)).copy_(value[local.start : local.end])
+        values = stored if self.codec is None else self.codec.encode_value(slot, stored)
+        if self.is_resident:
+            begin, end = self.layout.bucket_range(slot)
+            self.compute[begin:end].copy_(values)
+        elif self.kept is not None:
+            local = self.cuts.inner_slice(slot)
+            local.of(self.kept_shards()).copy_(values[local.start : local.end])
         self.installed_version = self.main_version
 
     # -- unshard and reshard -------------------------------------------------------------------------------------
 
-    def unshard(self, directions: int = BOTH) -> None:
-        """Start all-gathers of the weights for these directions that are not whole yet. *Collective.*"""
-        for encoding in self.encodings:
-            if encoding.directions & directions and not encoding.is_valid:
-                self._unsharding.append((encoding, self._gather(encoding)))
-
-    def _gather(self, encoding: Encoding) -> Pending:
+    def unshard(self) -> None:
+        """Start the all-gather of the weights, unless they are whole. *Collective.*"""
+        if self.is_whole:
+            return
         comm = self.mesh.gather
-        self.memory.refill(encoding.unsharded)
+        self.memory.refill(self.compute)
         with comm.runtime.stream("gather"):
             self.receive()  # of the outer axis
-            sources = self.cast_shards(encoding) if encoding.kept is None else self.kept_shards(encoding)
+            sources = self.cast_shards() if self.kept is None else self.kept_shards()
             in_place = comm.size > 1 and comm.reads(sources, self.dtypes.compute)
             if not in_place:
-                copy_together(self.cuts.inner_shards(encoding.unsharded), sources, follows=False)
-            parts = self.cuts.inner_parts(encoding.unsharded)
-            pending = comm.all_gather(parts, encoding.label, own=sources if in_place else None)
+                copy_together(self.cuts.inner_shards(self.compute), sources, follows=False)
+            parts = self.cuts.inner_parts(self.compute)
+            self._unsharding = comm.all_gather(parts, self.label, own=sources if in_place else None)
             if comm.size == 1:  # nothing comes after the copy
-                pending.incoming = [comm.runtime.record()]
-        return pending
+                self._unsharding.incoming = [comm.runtime.record()]
 
     def wait_for_unshard(self) -> None:
-        """Have the all-gathers under way come in, for whoever runs next, and show the weights."""
-        gathers, self._unsharding = self._unsharding, []
-        with events.waiting(*[encoding.label for encoding, _ in gathers]):
-            for encoding, pending in gathers:
+        """Have the all-gather under way come in, for whoever runs next, and show the weights."""
+        pending, self._unsharding = self._unsharding, None
+        if pending is not None:
+            with events.waiting(self.label):
                 pending.wait()
-                encoding.is_valid = True
+            self.is_whole = True
         self.point_at_weights()
 
     def reshard(self) -> None:
         """Drop gathered weights; nobody can read the parameters then."""
-        for place, encoding in enumerate(self.encodings):
-            encoding.is_valid = False
-            if self.memory.renew(encoding.unsharded):
-                self.views.renew(place, views_of(encoding.unsharded, self.layout))
-            self.memory.free(encoding.unsharded)
+        self.is_whole = False
+        if self.memory.renew(self.compute):
+            self.views.build(views_of(self.compute, self.layout))
+        self.memory.free(self.compute)
         self.point_at_weights()
-
-    @property
-    def is_whole(self) -> bool:
-        return any(each.is_valid for each in self.encodings)
 
     def point_at_weights(self) -> None:
         """Let unsharded parameters be views of the compute weights, and show them; sharded ones without any."""
         sharded = self.views.sharded()
-        shown = next((place for place, each in enumerate(self.encodings) if each.is_valid), None)
-        self.views.point(shown or 0)
-        if sharded is not None and sharded.shows_unsharded is (shown is None):
-            sharded.show(unsharded=shown is not None)
+        self.views.point()
+        if sharded is not None and sharded.shows_unsharded is not self.is_whole:
+            sharded.show(unsharded=self.is_whole)
 
     def use(self) -> None:
         """A forward or a backward runs: show unsharded parameters, if the weights are whole."""
@@ -285,9 +273,9 @@ class ParamGroup:
         if sharded is not None and sharded.shows_unsharded:
             sharded.show(unsharded=False)
 
-    def cast_shards(self, encoding: Encoding) -> Sequence[Tensor]:
+    def cast_shards(self) -> Sequence[Tensor]:
         """Sources of a copy into compute weights: main weights, which the copy casts, or their payload in 8 bits."""
-        return self.main_shards if self.codec is None else self.codec.encode(self.main_shards, encoding)
+        return self.main_shards if self.codec is None else self.codec.encode(self.main_shards)
 
     # -- install -------------------------------------------------------------------------------------------------
 
@@ -296,12 +284,12 @@ class ParamGroup:
 
         See [Note: Weights on their way].
         """
-        if self.encodings[0].kept is not None:
-            for each in self.encodings if self.main_storage is not None else ():
-                copy_together(self.cuts.own_shards(self.kept_shards(each)), self.cast_shards(each), follows=False)
-            for each in self.encodings if self.placements.install else ():
-                shards, target = self.kept_shards(each), self.placements.resting_weights
-                self.awaited += self.gather_shards(each.unsharded, shards, target, suffix=each.suffix)
+        if self.kept is not None:
+            if self.main_storage is not None:
+                copy_together(self.cuts.own_shards(self.kept_shards()), self.cast_shards(), follows=False)
+            if self.placements.install:
+                target = self.placements.resting_weights
+                self.awaited += self.gather_shards(self.compute, self.kept_shards(), target)
             self._updated_on = self.mesh.gather.runtime.current
         self.installed_version = self.main_version
 
@@ -316,7 +304,7 @@ class ParamGroup:
         awaited, self.awaited = self.awaited, []
         runtime = self.mesh.gather.runtime
         here = runtime.as_on(self._updated_on) if self.is_resident else nullcontext()
-        with here, events.waiting(self.encodings[0].label):
+        with here, events.waiting(self.label):
             for each in awaited:
                 each.wait()
         self.installed_version = self.main_version  # what others updated is in the same storage
@@ -332,9 +320,7 @@ class ParamGroup:
 
     # -- whole tensors of others ---------------------------------------------------------------------------------
 
-    def gather_shards(
-        self, whole: Tensor, inner: Sequence[Tensor], target: On, what: str = "", suffix: str = ""
-    ) -> list[Pending]:
+    def gather_shards(self, whole: Tensor, inner: Sequence[Tensor], target: On, what: str = "") -> list[Pending]:
         """Bring every rank's main shards together until they lie as `target` says. *Collective.*
 
         Only the last is under way when this returns. See [Note: Outer once].
@@ -342,9 +328,9 @@ class ParamGroup:
         Args:
             whole: a tensor of the whole bucket; untouched where the target shards it over the inner axis.
             inner: this inner rank's shards, of `whole` or elsewhere, in which its own main shards lie already.
-            what, suffix: added to the bucket's name in the label.
+            what: added to the bucket's name in the label.
         """
-        mesh, name = self.mesh, f"{self.name} {what}".rstrip() + suffix
+        mesh, name = self.mesh, f"{self.name} {what}".rstrip()
         found: list[Pending] = []
         sizes = {Axis.inner: mesh.gather.size, Axis.outer: 1 if mesh.outer is None else mesh.outer.size}
         # one that moves nothing would be waited for in place of the one before it
@@ -383,8 +369,10 @@ class ParamGroup:
 
     def persistent_bytes(self) -> dict[str, int]:
         """Bytes this rank keeps until a step's gradients are forgotten, by role; padding is counted apart."""
-        held = [("compute_weights", each.kept, self.placements.resting_weights) for each in self.encodings]
-        held += [("main_weights", self.main_storage, self.placements.main_weights)]
+        held = [
+            ("compute_weights", self.kept, self.placements.resting_weights),
+            ("main_weights", self.main_storage, self.placements.main_weights),
+        ]
         held += [] if self.gradients is None else self.gradients.kept()
         found = dict.fromkeys(("compute_weights", "main_weights", "main_grads", "padding"), 0)
         for role, tensor, on in held:

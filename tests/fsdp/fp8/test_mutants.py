@@ -14,6 +14,7 @@ from harness.fp8 import linear, tile_scales
 from harness.fp8.quantize import History, exponent_above, spread
 from harness.fsdp.runtime.weights import Weights
 from harness.fsdp.storage import codec
+from harness.fsdp.storage.gradients import Gradients
 from harness.fsdp.vocabulary import Fp8
 from tests.fsdp.checked import Mutant, each_is_found, patched
 from tests.fsdp.fp8.sharded import Case, across, follow
@@ -45,14 +46,11 @@ def _never_a_step(self: Any, *, step_ended: bool = False) -> None:
     INSTALL(self)
 
 
-def _only_expect(self: Any, gradients: Any) -> None:
-    gradients.expect()
-
-
 @contextmanager
 def _waiting_in_8_bits() -> Iterator[None]:
     """Where work is queued: elsewhere gradients come in the bucket's dtype."""
-    with believing_in(Recorder().cuda), mock.patch.object(codec.Fp8Codec, "prepare", _only_expect):
+    always = property(lambda self: True, lambda self, value: None)
+    with believing_in(Recorder().cuda), mock.patch.object(Gradients, "first_may_wait", always, create=True):
         yield
 
 
