@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
-from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +19,6 @@ from harness.private_torch import parameters_of
 
 TABLES = (nn.Embedding, nn.EmbeddingBag)
 """Modules that make sparse gradients, or edit their weights in a forward, when they are asked to."""
-SCRIPTED = (torch.jit.ScriptModule,)
 OTHER_ENGINES = (
     *("torch.nn.parallel", "torch.distributed.fsdp", "torch.distributed._composable"),
     *("deepspeed", "megatron_fsdp"),
@@ -134,67 +132,54 @@ def check_request(
     if grad_divisor is not None and not grad_divisor > 0:
         raise ValueError(f"grad_divisor={grad_divisor} must be positive")
     for path, part in module.named_modules():
-        _check_part(path or "the module", part)
+        own = getattr(type(part), "_own_class", type(part)).__name__
+        _refuse(PARTS, part, f"{path or 'the module'} ({own})")
     params = list(module.named_parameters())
     if not params:
         raise ValueError(f"{type(module).__name__} has no parameters to shard: shard the module that has them")
     for name, param in params:
-        _check_param(name, param)
+        _refuse(PARAMS, param, f"parameter {name}")
     _check_free(module, kind)
-    _check_apart(params)
-    _check_views(module, params)
+    _check_apart(module, params)
     _check_names(module, params)
     _check_units(module, unit_classes)
 
 
-def _check_part(path: str, part: nn.Module) -> None:
-    kind = getattr(type(part), "_own_class", type(part)).__name__
-    if hasattr(part, MANAGED) or any(base.__module__.startswith(OTHER_ENGINES) for base in type(part).__mro__):
-        raise ValueError(
-            f"{path} ({kind}) is wrapped by another data-parallel engine, which would reduce gradients too: shard the"
-            " plain module"
-        )
-    if is_registered(part):
-        raise ValueError(
-            f"{path} ({kind}) is sharded already, by itself or as a part of another model: shard the outermost module"
-            " once, and name what is gathered together in unit_modules (fully_shard_model: fsdp_unit_modules)"
-        )
-    if isinstance(part, SCRIPTED):
-        raise ValueError(
-            f"{path} ({kind}) is made by torch.jit.script or trace, which has no hooks that gather weights: shard the"
-            " plain module, and compile with torch.compile"
-        )
-    if isinstance(part, TABLES) and part.sparse:
-        raise ValueError(
-            f"{path} ({kind}) has sparse=True, and flat buffers hold dense gradients alone: build it with sparse=False"
-        )
-    if isinstance(part, TABLES) and part.max_norm is not None:
-        raise ValueError(
-            f"{path} ({kind}) has max_norm={part.max_norm}: each forward scales the rows that this rank's data uses, so"
-            " that ranks would have other weights. Build it with max_norm=None, and scale what it gives; or all rows,"
-            " between steps, inside `with model.unsharded():`; of a frozen table once, before sharding, by"
-            f" torch.renorm(weight, {part.norm_type:g}, 0, {part.max_norm:g})"
-        )
+PARTS: dict[str, Callable[[Any], Any]] = {
+    "is wrapped by another data-parallel engine, which would reduce gradients too: shard the plain module": (
+        lambda part: hasattr(part, MANAGED) or any(b.__module__.startswith(OTHER_ENGINES) for b in type(part).__mro__)
+    ),
+    f"is sharded already, by itself or as a part of another model: shard the outermost module once, and name what is"
+    f" gathered together in {UNITS}": is_registered,
+    "is made by torch.jit.script or trace, which has no hooks that gather weights: shard the plain module, and compile"
+    " with torch.compile": lambda part: isinstance(part, torch.jit.ScriptModule),
+    "has sparse=True, and flat buffers hold dense gradients alone: build it with sparse=False": (
+        lambda part: isinstance(part, TABLES) and part.sparse
+    ),
+    "has max_norm={0.max_norm}: each forward scales the rows that this rank's data uses, so that ranks would have other"
+    " weights. Build it with max_norm=None, and scale what it gives; or all rows, between steps, inside `with"
+    " model.unsharded():`; of a frozen table once, before sharding, by torch.renorm(weight, {0.norm_type:g}, 0,"
+    " {0.max_norm:g})": lambda part: isinstance(part, TABLES) and part.max_norm is not None,
+}
+"""Words that follow a part of the module that cannot be sharded, and how it is known."""
+PARAMS: dict[str, Callable[[Any], Any]] = {
+    "has no shape yet: run one forward before sharding, or build the module with its sizes": is_lazy,
+    "is a {0.__class__.__name__}, a tensor around others, and flat buffers hold plain numbers: shard the model before"
+    " its weights are converted; for 8 bits there is harness.fsdp.Fp8Linear.convert": (
+        lambda param: hasattr(param, "__tensor_flatten__") and not isinstance(param, DTensor)
+    ),
+    "has dtype {0.dtype}; only floating-point parameters can be sharded: make one that is not trained a buffer"
+    " (register_buffer), and of a complex one its real view (torch.view_as_real)": (
+        lambda param: not param.dtype.is_floating_point
+    ),
+}
+"""Words that follow a parameter that cannot be, and how it is known."""
 
 
-def _check_param(name: str, param: nn.Parameter) -> None:
-    kind = type(param).__name__
-    if is_lazy(param):
-        raise ValueError(
-            f"parameter {name} has no shape yet ({kind} of a lazy module): run one forward before sharding, or build"
-            " the module with its sizes"
-        )
-    if hasattr(param, "__tensor_flatten__") and not isinstance(param, DTensor):
-        raise ValueError(
-            f"parameter {name} is a {kind}, a tensor around others, and flat buffers hold plain numbers: shard the"
-            " model before its weights are converted; for 8 bits there is harness.fsdp.Fp8Linear.convert"
-        )
-    if not param.dtype.is_floating_point:
-        raise ValueError(
-            f"parameter {name} has dtype {param.dtype}; only floating-point parameters can be sharded: make one that is"
-            " not trained a buffer (register_buffer), and of a complex one its real view"
-            " (nn.Parameter(torch.view_as_real(w)), and torch.view_as_complex of that in the forward)"
-        )
+def _refuse(reasons: Mapping[str, Callable[[Any], Any]], held: Any, name: str) -> None:
+    for reason, is_wrong in reasons.items():
+        if is_wrong(held):
+            raise ValueError(f"{name} {reason.format(held)}")
 
 
 def _check_names(module: nn.Module, params: Sequence[tuple[str, nn.Parameter]]) -> None:
@@ -219,29 +204,20 @@ def _check_free(module: nn.Module, kind: type[nn.Module]) -> None:
         )
 
 
-def _check_apart(params: Sequence[tuple[str, nn.Parameter]]) -> None:
-    """Each parameter gets a place of its own: what was a view of another one would follow it no more."""
-    for (_, end, name), (begin, _, other) in pairwise(sorted(_spans(params))):
-        if begin < end:
-            raise ValueError(
-                f"parameters {name} and {other} share memory, and are not the same parameter: an update of one would"
-                " not reach the other any more. Tie them (b.weight = a.weight), use a part of one in the forward"
-                " (a.weight[:n]), or make one a copy (clone())"
-            )
-
-
-def _check_views(module: nn.Module, params: Sequence[tuple[str, nn.Parameter]]) -> None:
-    """Views of a parameter that a module keeps, as buffers or attributes, stay behind where that moves."""
-    spans = sorted(_spans(params))  # which lie apart
-    begins = [begin for begin, _, _ in spans]
-    for begin, end, kept in _spans(_kept(module)):
-        before = bisect_left(begins, end) - 1
-        if before >= 0 and begin < spans[before][1]:
-            raise ValueError(
-                f"{kept} shares memory with parameter {spans[before][2]} without being it: the parameter moves when it"
-                f" is sharded, and {kept} would keep the old values. Use the parameter itself in the forward"
-                " (self.weight.t(), self.weight[:n]), or make what is kept a copy (clone())"
-            )
+def _check_apart(module: nn.Module, params: Sequence[tuple[str, nn.Parameter]]) -> None:
+    """Each parameter gets a place of its own: views of it stay behind, as parameters, buffers or attributes."""
+    held = [(*span, True) for span in _spans(params)] + [(*span, False) for span in _spans(_kept(module))]
+    furthest = {True: (0, ""), False: (0, "")}  # where what began before ends: of parameters, and of others
+    for begin, end, name, is_param in sorted(held):
+        for other_is_param, (reached, other) in furthest.items():
+            if begin < reached and (is_param or other_is_param):
+                one, parameter = (other, name) if is_param else (name, other)
+                raise ValueError(
+                    f"{one} shares memory with parameter {parameter} without being it, and would not follow an update"
+                    " of it any more. Tie them (b.weight = a.weight), use the parameter itself in the forward"
+                    " (self.weight.t(), self.weight[:n]), or make one a copy (clone())"
+                )
+        furthest[is_param] = max(furthest[is_param], (end, name))
 
 
 def _kept(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -74,7 +74,7 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "bounded and frozen": (partial(bounded, trained=False), MAX_NORM),
     "DTensors": (made_of_dtensors, r"ranks \[0, 1\] are on the tensor-parallel axis and on the sharding one"),
     "no parameters": (lambda: nn.Sequential(nn.ReLU()), "Sequential has no parameters"),
-    "lazy": (lambda: nn.Sequential(nn.LazyLinear(6)), r"parameter 0.weight has no shape yet .*run one forward"),
+    "lazy": (lambda: nn.Sequential(nn.LazyLinear(6)), r"parameter 0.weight has no shape yet.*run one forward"),
     "tensors around others": (
         lambda: with_weight(TwoTensor(torch.ones(6, 6), torch.ones(6, 6))),
         r"parameter weight is a TwoTensor.*before its weights are converted",
@@ -97,7 +97,7 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "DDP": (lambda: DistributedDataParallel(Net()), r"the module \(DistributedDataParallel\) is wrapped by another"),
     "a part of a parameter": (
         sharing(lambda m: setattr(m, "part", nn.Parameter(m.head.weight.detach()[:2]))),
-        "parameters (part and head.weight|head.weight and part) share memory",
+        "(part|head.weight) shares memory with parameter (part|head.weight)",
     ),
     "a buffer that is a parameter": (
         sharing(lambda m: m.first.register_buffer("seen", m.head.weight.detach())),
@@ -250,18 +250,12 @@ _of_programs = partial(Mutant, area="The engine, by habits of programs")
 MUTANTS = {
     "parts": _cannot_do(
         "Sparse embeddings and parts of sharded models are sharded like others",
-        patched(preconditions, "_check_part"),
-        "modules",
-        "no_shard",
-    ),
-    "scripted": _cannot_do(
-        "A module whose forward has no hooks is sharded like others",
-        patched(preconditions, "SCRIPTED", ()),
+        patched(preconditions, "PARTS", {}),
         "modules",
         "no_shard",
     ),
     "parameters": _cannot_do(
-        "Parameters without a shape are sharded like others", patched(preconditions, "_check_param"), "modules"
+        "Parameters without a shape are sharded like others", patched(preconditions, "PARAMS", {}), "modules"
     ),
     "units": _cannot_do(
         "A list of units that matches nothing makes one unit of everything",
@@ -273,7 +267,7 @@ MUTANTS = {
     ),
     "views of parameters": _of_programs(
         "What a module keeps of a parameter stays behind when that is sharded",
-        patched(preconditions, "_check_views"),
+        patched(preconditions, "_kept", lambda _: ()),
         "modules",
     ),
     "added": _cannot_do(
