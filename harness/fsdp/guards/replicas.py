@@ -31,10 +31,6 @@ HASHES = "replica hashes"
 BLOCK = 1 << 16  # words hashed at a time on a CPU: they stay in cache
 DEVICE_BLOCK = 1 << 24  # 128 MiB
 _ODD_1, _ODD_2 = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9  # of splitmix64, made positive
-CLOSE = 1 / 16  # of the norm
-SMALL = 1e-3
-WAVES = (0.7390851, 2.2360679)  # radians an element
-WIDENED = 1 << 20  # elements in fp64 at a time
 
 
 @dataclass(frozen=True)
@@ -152,23 +148,6 @@ def _own(bucket: ParamGroup) -> Replica:
 
 class CopiesPart(RuntimeError):
     """Tensor-parallel ranks see other data."""
-
-
-def sums_with_waves(flat: Tensor, start: int) -> Tensor:
-    """Products with waves, and the sum of squares, of elements `start` and on of a tensor: fp64 [waves + 1]."""
-    sums = torch.zeros(len(WAVES) + 1, dtype=torch.float64, device=flat.device)
-    for begin in range(0, flat.numel(), WIDENED):
-        part = flat[begin : begin + WIDENED].double()
-        first = start + begin
-        ramp = torch.arange(first, first + part.numel(), dtype=torch.float64, device=flat.device)
-        sums += torch.stack([*((ramp * wave).cos().dot(part) for wave in WAVES), part.dot(part)])
-    return sums
-
-
-def parted(table: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest norm, and True where ranks differ, by products with waves and norms, [ranks, ..., waves + 1]."""
-    largest = table[..., -1].nan_to_num(0.0, 0.0).amax(0)
-    return largest, (table.amax(0) - table.amin(0)).amax(-1) > CLOSE * largest  # never so where one is NaN
 
 
 Pairs = Sequence[tuple[str, str]]  # pairs of a subject ("parameter blocks.0.weight") and its value on this rank
