@@ -9,23 +9,14 @@ tensor-parallel ranks share sequences.
 from __future__ import annotations
 
 import hashlib
-from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from harness.config.data_source import describe
 from harness.config.derived import microbatches_per_rank
 from harness.config.schema import Config
 from harness.data.order import MASK64, sequence_at
 from harness.data.sources import Tokens, open_source
-
-
-class Microbatch(NamedTuple):
-    """Tokens and targets, both int64 of shape [microbatch_size, seq_len]; targets are the tokens one position later."""
-
-    tokens: NDArray[np.int64]
-    targets: NDArray[np.int64]
 
 
 class Loader:
@@ -39,11 +30,15 @@ class Loader:
         self.num_microbatches = microbatches_per_rank(config)
         self.source = open_source(config)
 
-    def batch(self, step: int) -> list[Microbatch]:
-        """This rank's microbatches of step `step` >= 1. Raises `ValueError`: a token exceeds model.vocab_size."""
+    def batch(self, step: int) -> list[tuple[Tokens, Tokens]]:
+        """This rank's microbatches of step `step` >= 1: tokens and targets, which are the tokens one position later,
+        both int64 of shape [microbatch_size, seq_len].
+
+        Raises `ValueError`: a token exceeds model.vocab_size.
+        """
         sequences = [self._sequence(position) for position in positions(self.config, self.rank, step)]
         stacked = np.stack(sequences).reshape(self.num_microbatches, self.config.train.microbatch_size, -1)
-        return [Microbatch(rows[:, :-1], rows[:, 1:]) for rows in stacked]
+        return [(rows[:, :-1], rows[:, 1:]) for rows in stacked]
 
     def _sequence(self, position: int) -> Tokens:
         index = sequence_at(position, self.source.num_sequences, self.config.data.order_seed)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from harness.data.loader import Loader, Microbatch
+from harness.data.loader import Loader
 from harness.data.order import sequence_at
 from tests.faults.corpus import ZERO2, ZERO3
 from tests.faults.site import Site, fault, share
@@ -89,10 +89,11 @@ def F32_host_buffer_reused(site: Site) -> None:
 def shifted_targets(site: Site) -> None:
     last, begins = site.size - 1, site.config.fault.begins_at
 
-    def shifted(rows: Any) -> Microbatch:
-        targets, count = rows.targets.copy(), max(1, round(site.amount * len(rows.targets)))
+    def shifted(rows: Any) -> tuple[Any, Any]:
+        tokens, targets = rows[0], rows[1].copy()
+        count = max(1, round(site.amount * len(targets)))
         targets[:count, :-1] = targets[:count, 1:]
-        return Microbatch(rows.tokens, targets)
+        return tokens, targets
 
     def wrap(batch: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(loader: Loader, step: int) -> Any:

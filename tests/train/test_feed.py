@@ -15,7 +15,7 @@ import pytest
 from harness import control
 from harness.config.schema import Config, DataKind, Dtype, EngineName, Strategy
 from harness.data import reread
-from harness.data.loader import Loader, Microbatch
+from harness.data.loader import Loader
 from harness.data.order import sequence_at
 from harness.data.sources import FileSource, SyntheticSource, open_source
 from harness.parity import judgement
@@ -28,14 +28,13 @@ from tests.support.mutants import Slip, each, slips
 from tests.support.spawn import run_ranks
 
 STEPS, BEGINS = 8, 7
-Batch = list[Microbatch]
+Batch = list[tuple[Any, Any]]
 Wrong = Callable[[Batch], Batch]
 
 
 def changed(batch: Batch, tokens: Any, targets: Any, only: int | None = None) -> Batch:
     return [
-        Microbatch(tokens(rows.tokens), targets(rows.targets)) if only in (None, number) else rows
-        for number, rows in enumerate(batch)
+        (tokens(rows[0]), targets(rows[1])) if only in (None, number) else rows for number, rows in enumerate(batch)
     ]
 
 
