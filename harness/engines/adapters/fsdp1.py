@@ -34,6 +34,7 @@ from __future__ import annotations
 
 import warnings
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -117,6 +118,11 @@ class Fsdp1Engine(ShardedEngine):
         return Seen(self.model, self.ranks.world_size, self.compute_dtype, self.shapes)
 
     def flat_pieces(self) -> dict[str, Piece]:
+        """Those that were found first: an evaluation leaves other parameters in the modules."""
+        return self._flat
+
+    @cached_property
+    def _flat(self) -> dict[str, Piece]:
         return flat_pieces(self.model, self.optimizer, create_state(self.optimizer))
 
     def _rhythm(self, last: bool) -> AbstractContextManager[object]:

@@ -88,6 +88,7 @@ class MegatronEngine(ShardedEngine):
         self.groups: list[Any] = list(self.model.param_and_grad_buffer.parameter_groups)
         self.group = self._shard_group(mesh)
         self.optimizer = self._optimizer(package)
+        self.pieces = self._pieces()
 
     def _rhythm(self, last: bool) -> AbstractContextManager[object]:
         self.model.is_last_microbatch = last

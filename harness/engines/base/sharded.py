@@ -68,6 +68,7 @@ class ShardedEngine(Engine):
         groups = optim.groups_of(self.config.optimizer, self.workload, self.trained, shapes)
         self.optimizer = optim.make_optimizer(self.config.optimizer, groups, fused=fused)
         create_state(self.optimizer)
+        self.pieces = self._pieces()
 
     def _piece(self, tensor: Tensor) -> Tensor:
         """This rank's elements of a weight, gradient or moment, as a plain tensor sharing memory."""
@@ -118,12 +119,12 @@ class ShardedEngine(Engine):
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
         found, dtype = self.local_gradients(), TORCH_DTYPES[self.config.dtype.main_grads]
-        for name, piece in self._pieces().items():
+        for name, piece in self.pieces.items():
             if name in self.trained:
                 yield name, self._whole(piece, found.get(name), dtype)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        for name, piece in self._pieces().items():
+        for name, piece in self.pieces.items():
             yield name, self._whole(piece, piece.local, self.main_dtype)
 
     def local_gradients(self) -> Mapping[str, Tensor]:
