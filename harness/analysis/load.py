@@ -6,7 +6,6 @@ NaN, never zero.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,9 @@ import pandas as pd
 from harness.store import checksums, provenance, status
 from harness.store.errors import StoreError
 from harness.store.labels import labels
-from harness.store.metrics import iter_metrics, last_numbers, last_record
+from harness.store.metrics import iter_metrics, tail
+from harness.store.results import results
 from harness.store.rundir import RunDir, Store, flatten, read_summary
-from harness.store.step_time import MEMORY, leaves_plan, peak_bytes, rates, sent_bytes
 
 SETTINGS = {
     "model": "model.name",
@@ -68,15 +67,12 @@ STEP_COLUMNS = (
 
 DAMAGED = "damaged"
 
-NEWEST = 20
-
 
 def runs(root: Path | str, study: str | None = None) -> pd.DataFrame:
     """One row a run, with the columns `RUN_COLUMNS`; a thousand runs take two seconds.
 
-    `run` is `study/name`, `mesh` the ranks by axis, `microbatches` k, `step_time_s` a median without warm-up.
-    `exposed_comm_s`, `rss_bytes` and `sent_bytes` are rank 0's medians or maxima over the last `NEWEST` steps.
-    `peak_bytes` is the largest tensor storage of any rank, `accounted_bytes` rank 0's engine storage between steps.
+    `run` is `study/name`, `mesh` the ranks by axis, `microbatches` k; results are those of
+    `harness.store.results.results`.
     """
     store = Store(root)
     rows = [_run_row(run) for run in store.runs(study)]
@@ -99,7 +95,7 @@ def _run_row(run: RunDir) -> tuple[dict[str, Any], dict[str, Any]]:
         row |= {column: config.get(key) for column, key in SETTINGS.items()}
         row |= {"mesh": mesh_of(config), "microbatches": _microbatches(config)}
         checksums.demand(run.path, *checksums.TOLD)
-        row |= _origin(provenance.read(run.path)) | _results(run, read_summary(run) or {})
+        row |= _origin(provenance.read(run.path)) | results(run)
     except StoreError as error:
         row |= {"state": DAMAGED, "reason": str(error)}
     return row, config
@@ -130,32 +126,6 @@ def mesh_of(config: Mapping[str, Any]) -> str:
     return " x ".join([str(inner), *axes])
 
 
-def _results(run: RunDir, summary: Mapping[str, Any]) -> dict[str, Any]:
-    last = last_record(run.metrics) or {}
-    newest = last_numbers(run.metrics, ("time/exposed_comm_s", *MEMORY), NEWEST)
-    step_s = (summary.get("step_time_s") or {}).get("median")
-    speeds = rates(last, step_s)
-    exposed = newest["time/exposed_comm_s"]
-    return {
-        "steps_done": last.get("step", 0),
-        "final_loss": summary.get("loss", last.get("loss")),
-        "held_out_loss": (summary.get("validation") or {}).get("loss"),
-        "final_grad_norm": last.get("grad_norm"),
-        "step_time_s": step_s,
-        "exposed_comm_s": statistics.median(exposed) if exposed else None,
-        "tokens_per_s": speeds.get("tokens"),
-        "tflops_per_rank": speeds.get("tflops"),
-        "mfu": speeds["mfu"] / 100 if "mfu" in speeds else None,
-        "accounted_bytes": sum((summary.get("accounted_bytes") or {}).values()) or None,
-        "peak_bytes": peak_bytes(summary, newest),
-        "rss_bytes": max(newest["memory/rss"], default=None),
-        "sent_bytes": sent_bytes(last),
-        **{f"planned_{name}_bytes": (summary.get("planned") or {}).get(name) for name in ("kept", "peak", "sent")},
-        "leaves_plan": leaves_plan(summary),
-        "wall_s": summary.get("wall_s"),
-    }
-
-
 def steps(paths: Iterable[Path | str]) -> pd.DataFrame:
     """One row a run and step, with the columns `STEP_COLUMNS`; times and bytes are rank 0's. Damaged records are left
     out."""
@@ -175,7 +145,8 @@ def _rows(paths: Iterable[Path | str], of: Callable[[RunDir], list[Any]]) -> lis
 
 
 def _step_row(run: RunDir, line: Mapping[str, Any]) -> dict[str, Any]:
-    derived = {"run": run.name, "sent_bytes": sent_bytes(line) or 0, "rss_bytes": (line.get("memory") or {}).get("rss")}
+    sent = sum(kind["bytes"] for kind in (line.get("comm") or {}).values())
+    derived = {"run": run.name, "sent_bytes": sent, "rss_bytes": (line.get("memory") or {}).get("rss")}
     return {**{column: line.get(column) for column in STEP_COLUMNS}, **(line.get("time") or {}), **derived}
 
 
@@ -185,8 +156,8 @@ def traffic(paths: Iterable[Path | str]) -> pd.DataFrame:
 
 
 def _traffic(run: RunDir) -> list[tuple[str, str, int, int]]:
-    comm = (last_record(run.metrics) or {}).get("comm") or {}
-    return [(run.name, kind, row["count"], row["bytes"]) for kind, row in comm.items()]
+    kinds = {kind: row for line in tail(run.metrics)[-1:] for kind, row in (line.get("comm") or {}).items()}
+    return [(run.name, kind, row["count"], row["bytes"]) for kind, row in kinds.items()]
 
 
 def memory(paths: Iterable[Path | str]) -> pd.DataFrame:

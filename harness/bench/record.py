@@ -13,11 +13,11 @@ from harness.store import checksums, provenance, status
 from harness.store.identity import repeated
 from harness.store.metrics import read_metrics
 from harness.store.reading import checked
+from harness.store.results import leaves_plan
 from harness.store.rundir import CONFIG, RunDir, read_summary
 from harness.store.screen import counted
 from harness.store.shapes import TIMED
 from harness.store.status import State
-from harness.store.step_time import leaves_plan
 
 PARTS = ("data_s", "forward_s", "backward_s", "optimizer_s", "other_s", "exposed_comm_s")
 
@@ -86,8 +86,8 @@ def load(path: Path) -> Process | str:
     state = status.effective(path)
     if state is None or state.state is not State.done:
         return "never started" if state is None else f"{state.state.value}: {state.reason}"
-    if damaged := checksums.unfit(path, *checksums.TOLD):
-        return f"done, but its record is damaged: {'; '.join(damaged)}"
+    if damaged := checksums.damage(path, *checksums.TOLD):
+        return f"done, but its record is damaged: {'; '.join(damaged.values())}"
     config = checked(run.config(), TIMED, str(run.path / CONFIG))
     summary, lines = read_summary(run), read_metrics(run.metrics)
     if summary is None or len(lines) != config["train"]["steps"] or summary.get("load") is None:

@@ -141,8 +141,8 @@ def _obstacle(run: RunDir, cell: Cell, sources: Sources) -> str:
         if before[key] != now[key]:
             return f"cluster.{key} was {before[key]}"
     ended = run.status()
-    damaged = [] if ended is None or ended.state is State.done else checksums.unfit(run.path)
-    return f"its record is damaged ({damaged[0]})" if damaged else ""
+    damaged = None if ended is None or ended.state is State.done else checksums.damage(run.path)
+    return f"its record is damaged ({next(iter(damaged.values()))})" if damaged else ""
 
 
 def open_attempt(store: Store, cell: Cell, decision: Decision, sources: Sources, first: Status) -> Opened:

@@ -15,10 +15,9 @@ from harness.launch.terminal import Terminal
 from harness.store import provenance, screen, status
 from harness.store.errors import StoreError
 from harness.store.labels import named
-from harness.store.metrics import TAIL_BYTES, last_numbers, last_record
+from harness.store.results import results
 from harness.store.rundir import RunDir, Store
 from harness.store.status import MOVING, JobProbe, State
-from harness.store.step_time import median_step_time, rates
 
 POLL_S = 2.0
 LEGIBLE = 24
@@ -40,19 +39,17 @@ class Row:
         return self.state in (State.failed, State.lost)
 
 
-def columns(
-    state: str, stale: bool, steps: int, last: Mapping[str, Any], step_time_s: float | None, held_out: float | None
-) -> dict[str, str]:
-    """Args: steps: of the whole run. last: its newest record. step_time_s: its median. held_out: newest such loss."""
-    rate, step = rates(last, step_time_s), last.get("step", 0)
-    left_s = None if state != State.running or step_time_s is None else (steps - step) * step_time_s
+def columns(state: str, stale: bool, steps: int, so_far: Mapping[str, Any]) -> dict[str, str]:
+    """Args: steps: of the whole run. so_far: its results; empty of a damaged one."""
+    step, seconds = so_far.get("steps_done", 0), so_far.get("step_time_s")
+    left_s = None if state != State.running or seconds is None else (steps - step) * seconds
     numbers: dict[str, tuple[float | None, Callable[[float], str]]] = {
-        "loss": (last.get("loss"), "{:.4f}".format),
-        "held out": (held_out, "{:.4f}".format),
-        "ms/step": (step_time_s and 1e3 * step_time_s, "{:.0f}".format),
-        "tokens/s": (rate.get("tokens"), screen.quantity),
-        "TFLOP/s": (rate.get("tflops"), "{:.3g}".format),
-        "MFU": (rate.get("mfu"), "{:.1f} %".format),
+        "loss": (so_far.get("final_loss"), "{:.4f}".format),
+        "held out": (so_far.get("held_out_loss"), "{:.4f}".format),
+        "ms/step": (seconds and 1e3 * seconds, "{:.0f}".format),
+        "tokens/s": (so_far.get("tokens_per_s"), screen.quantity),
+        "TFLOP/s": (so_far.get("tflops_per_rank"), "{:.3g}".format),
+        "MFU": (so_far.get("mfu"), "{:.1%}".format),
         "left": (left_s, screen.duration),
     }
     texts = {head: "" if value is None else said(value) for head, (value, said) in numbers.items()}
@@ -63,15 +60,13 @@ def row(run: RunDir, jobs: JobProbe | None, digest: str) -> Row:
     try:
         found = status.effective(run.path, jobs)
         steps = (found.steps if found else 0) or run.setting("train.steps")
-        last, step_time_s = last_record(run.metrics) or {}, median_step_time(run)
-        held_out = last_numbers(run.metrics, ("validation/loss",), TAIL_BYTES)["validation/loss"]
+        so_far = results(run)
         stale = provenance.is_stale(run.path, digest)
     except (StoreError, OSError) as error:
-        shown = columns("damaged", False, 0, {}, None, None)
+        shown = columns("damaged", False, 0, {})
         return Row(run.path.name, run.path.parent.name, "damaged", str(error), shown)
     state, reason = ("new", "never started") if found is None else (found.state.value, found.reason)
-    shown = columns(state, stale, steps, last, step_time_s, held_out[-1] if held_out else None)
-    return Row(run.path.name, run.path.parent.name, state, reason, shown)
+    return Row(run.path.name, run.path.parent.name, state, reason, columns(state, stale, steps, so_far))
 
 
 def rows(store: Store, study: str | None, jobs: JobProbe | None) -> list[Row]:
@@ -123,7 +118,7 @@ def _reason(one: Row) -> str:
 def _names(found: Sequence[Row], room: int) -> list[str]:
     several = len({one.study for one in found}) > 1
     studies = [f"{one.study}/" * several for one in found]
-    labels = named({one.name for one in found}, room - max(map(len, studies)))
+    labels = named({one.name for one in found})
     if len(found) == 1:  # there is nothing that it must be told from
         labels = {one.name: screen.shorten(one.name, max(room, LEGIBLE)) for one in found}
     return [study + labels[one.name] for study, one in zip(studies, found, strict=True)]

@@ -87,7 +87,7 @@ class Record:
     problems: tuple[str, ...]
     """Why no verdict can use this run; empty for a complete one."""
     files: str = "not known"
-    """Unmodified files: `whole`, `all but ...`, or `not known` of a run that listed none."""
+    """`whole`: all files have the bytes that the run listed, or `problems` names them. `not known`: it listed none."""
     as_recorded: Record | None = None
     """The run as it was recorded, of one whose gradients are those after clipping (`tiers.comparable.as_stepped`)."""
     is_baseline: bool = False
@@ -140,10 +140,8 @@ def load(path: Path, sources: str | None = None, *, assumed: Mapping[str, Any] |
         raise
     if damaged is None:
         return found
-    wrong = {name: each for name, each in damaged.items() if name not in checksums.ASIDE}
-    others = [each for each in found.problems if not any(name in each for name in wrong)]
-    files = f"all but {' and '.join(damaged)}" if damaged else "whole"
-    return replace(found, problems=(*wrong.values(), *others), files=files)
+    others = [each for each in found.problems if not any(name in each for name in damaged)]
+    return replace(found, problems=(*damaged.values(), *others), files="whole")
 
 
 def settings_of(path: Path) -> dict[str, Any]:

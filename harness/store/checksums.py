@@ -4,16 +4,15 @@
 So rank 0 lists the recorded files when an attempt ends (done, preempted or cancelled), and writes the list's checksum
 into `status.json` together with that end. A crash leaves both or neither; a new attempt's first status names no list.
 Files that change after the end (`status.json`, `attempts/`, `verdict/`, `wandb/`) are not listed, nor is `ckpt/`, whose
-manifests have checksums.
+manifests have checksums, nor `diff.patch`, which may be secret and be removed from a copy.
 
-Format: version, attempts (their number), files: by path within the run, bytes and xxh3 (XXH3-128). It finds accidents,
-not forgery.
+Format: version, files: by path within the run, bytes and xxh3 (XXH3-128). It finds accidents, not forgery.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,17 +23,17 @@ from harness.store import status
 from harness.store.errors import StoreError
 from harness.store.files import write_json
 from harness.store.reading import folder_names, open_regular, read_format
-from harness.store.rundir import CHECKSUMS, RunDir
+from harness.store.rundir import CHECKSUMS
 from harness.store.screen import counted
 from harness.store.shapes import LISTED
 from harness.store.status import State
 
 VERSION = 1
-FILES = ("config.yaml", "overrides.txt", "provenance.json", "diff.patch", "metrics.jsonl", "summary.json")
-FOLDERS = ("capture", "step_checks", "vouch")
-ASIDE = ("overrides.txt", "diff.patch")
-"""Files without influence on results. A diff may be secret, or removed from a copy."""
 TOLD = ("config.yaml", "provenance.json", "metrics.jsonl", "summary.json")
+FILES = (*TOLD, "overrides.txt")
+FOLDERS = ("capture", "step_checks", "vouch")
+ASIDE = "diff.patch"
+"""Listed by an older version."""
 SUFFIXES = (".json", ".safetensors", ".f64")
 RESTORE = "restore it from a copy, or run it again (launch.rerun=always)"
 BLOCK = 2**18
@@ -45,9 +44,8 @@ def write(run: Path) -> str:
 
     Raises `StoreError`: a file cannot be read. `OSError`: the list cannot be written.
     """
-    files = {name: dict(zip(("bytes", "xxh3"), _sum(run / name), strict=True)) for name in _recorded(run)}
-    write_json(run / CHECKSUMS, {"version": VERSION, "attempts": len(RunDir(run).attempts()), "files": files})
-    return _sum(run / CHECKSUMS)[1]
+    write_json(run / CHECKSUMS, {"version": VERSION, "files": {name: _sum(run / name) for name in _recorded(run)}})
+    return str(_sum(run / CHECKSUMS)["xxh3"])
 
 
 def renew(run: Path) -> None:
@@ -56,7 +54,7 @@ def renew(run: Path) -> None:
 
 
 def damage(run: Path, *names: str) -> dict[str, str] | None:
-    """Faults of recorded files by path: missing, truncated, changed or added; all files by default.
+    """Recorded files that are gone or have other bytes, with a sentence; all files by default.
 
     None without a list: a running or old run. Raises `StoreError`: `status.json` cannot be read.
     """
@@ -66,34 +64,28 @@ def damage(run: Path, *names: str) -> dict[str, str] | None:
     if not ended.checksums and not (there and ended.state is State.done):
         return None
     try:
-        listed = _read(run, ended.checksums)
-    except StoreError as error:
+        if _sum(run / CHECKSUMS)["xxh3"] != ended.checksums:
+            return {CHECKSUMS: f"{CHECKSUMS} is not the list that {status.FILE} names"}
+        files = _listed(run)
+    except (OSError, StoreError) as error:
         return {CHECKSUMS: str(error)}
-    files: Mapping[str, Mapping[str, Any]] = listed["files"]
-    found = {} if names else {**_gone(run, files), **_added(run, files), **_attempts(run, listed["attempts"])}
-    for name in names or files:
-        if name in files and f"{name.partition('/')[0]}/" not in found and (wrong := _fault(run / name, files[name])):
-            found[name] = f"{name} {wrong}"
-    return found
+    asked = [name for name in names or files if name in files and name != ASIDE]
+    return {name: f"{name} is not what the run recorded" for name in asked if not _is(run / name, files[name])}
 
 
 def demand(run: Path, *names: str) -> None:
-    """Raises `StoreError`: a file of `names`, by default all for results, is damaged; no-op without a list."""
-    if wrong := unfit(run, *names):
-        raise StoreError(f"{run}: {'; '.join(wrong)}; {RESTORE}")
-
-
-def unfit(run: Path, *names: str) -> list[str]:
-    return [each for name, each in (damage(run, *names) or {}).items() if name in names or name not in ASIDE]
+    """Raises `StoreError`: a file of `names`, by default any, is damaged; no-op without a list."""
+    if wrong := damage(run, *names):
+        raise StoreError(f"{run}: {'; '.join(wrong.values())}; {RESTORE}")
 
 
 def condition(run: Path) -> str:
     found = damage(run)
     if found is None:
         return ""
-    if found:
-        return f"damaged: {'; '.join(found.values())}; {RESTORE}"
-    return f"complete, {counted(len(_read(run)['files']), 'file')}"
+    return (
+        f"damaged: {'; '.join(found.values())}; {RESTORE}" if found else f"whole, {counted(len(_listed(run)), 'file')}"
+    )
 
 
 def _recorded(run: Path) -> list[str]:
@@ -104,61 +96,26 @@ def _recorded(run: Path) -> list[str]:
     return found
 
 
-def _read(run: Path, checksum: str | None = None) -> dict[str, Any]:
-    """Raises `StoreError`: the list is missing, or has another checksum."""
-    path = run / CHECKSUMS
-    if not path.exists():
-        raise StoreError(f"{CHECKSUMS} is missing, so nothing says what the run recorded")
-    if checksum is not None and _sum(path)[1] != checksum:
-        raise StoreError(f"{CHECKSUMS} was changed: it is not the list that status.json names")
-    listed: dict[str, Any] = read_format(path, VERSION, LISTED) or {}
-    return listed
+def _listed(run: Path) -> Mapping[str, Mapping[str, Any]]:
+    listed: dict[str, Mapping[str, Mapping[str, Any]]] = read_format(run / CHECKSUMS, VERSION, LISTED) or {"files": {}}
+    return listed["files"]
 
 
-def _gone(run: Path, files: Iterable[str]) -> dict[str, str]:
-    found = {}
-    for folder in FOLDERS:
-        count = sum(name.startswith(f"{folder}/") for name in files)
-        if count and not os.path.lexists(run / folder):
-            found[f"{folder}/"] = f"{folder}/ is missing ({counted(count, 'file')})"
-    return found
-
-
-def _added(run: Path, files: Mapping[str, Any]) -> dict[str, str]:
-    return {name: f"{name} was added after the run ended" for name in _recorded(run) if name not in files}
-
-
-def _attempts(run: Path, count: int) -> dict[str, str]:
-    there = len(RunDir(run).attempts())
-    return {"attempts/": f"attempts/ is truncated: {there} of {count} are there"} if there < count else {}
-
-
-def _fault(path: Path, entry: Mapping[str, Any]) -> str:
+def _is(path: Path, entry: Mapping[str, Any]) -> bool:
     try:
-        size = path.stat().st_size
-        if size < entry["bytes"]:
-            return f"is truncated: {size} of {entry['bytes']} bytes"
-        if size > entry["bytes"]:
-            return f"was changed: it has {size} bytes and had {entry['bytes']}"
-        if not os.access(path, os.R_OK):  # another person's: whoever needs it is told that it is closed
-            return ""
-        return "" if _sum(path)[1] == entry["xxh3"] else "was changed: its checksum is another"
-    except (FileNotFoundError, NotADirectoryError):
-        return "is missing"
-    except OSError as error:
-        return f"cannot be read: {error.strerror}"
-    except StoreError as error:
-        return f"was changed: {error}"
+        return path.stat().st_size == entry["bytes"] and _sum(path) == entry
+    except (OSError, StoreError):
+        return False
 
 
-def _sum(path: Path) -> tuple[int, str]:
+def _sum(path: Path) -> dict[str, Any]:
     """Bytes of a file and their XXH3-128 in hex. Raises `StoreError` or `OSError`: it cannot be read."""
     file = open_regular(path)
     if file is None:
-        raise StoreError(f"{path} is missing")
+        raise StoreError(f"{path.name} is missing")
     digest, size = xxhash.xxh3_128(), 0
     with file:
         for block in iter(partial(file.read, BLOCK), b""):
             digest.update(block)
             size += len(block)
-    return size, digest.hexdigest()
+    return {"bytes": size, "xxh3": digest.hexdigest()}

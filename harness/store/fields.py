@@ -1,6 +1,6 @@
 """Fields of `metrics.jsonl`: every metric declared once, with its unit, meaning and readers.
 
-The recorder writes these, in this order, and refuses any other; the copy, the rehearsal and `show` use the
+The recorder writes these, in this order, and refuses any other; the copy and the rehearsal use the
 declarations, and docs/metrics.md is made from them (`benchmarks/pages/metrics_page.py`).
 """
 
@@ -142,10 +142,3 @@ def compared(record: Mapping[str, Any]) -> dict[str, Any]:
 def synced(record: Mapping[str, Any]) -> dict[str, Any]:
     declared = ((path, value, metric_of(path)) for path, value in leaves(record) if value is not None)
     return {path: value for path, value, metric in declared if metric is None or metric.synced}
-
-
-def with_unit(path: str, value: Any) -> str:
-    """A value as a person reads it: `16,384 bytes`."""
-    metric = metric_of(path)
-    text = f"{value:,}" if isinstance(value, int) else str(value)
-    return f"{text} {metric.unit}".rstrip() if metric is not None else text

@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 from harness.fsdp.vocabulary import OuterStrategy
 from harness.store.identity import EXCLUDED
 from harness.store.rundir import flatten
-from harness.store.screen import UNLIMITED
 
 Key = TypeVar("Key", bound=Hashable)
 Flat = Mapping[str, Any]
@@ -23,8 +22,6 @@ LEADING = (
     *("model.name", "data.kind", "optimizer.name", "engine.name", "sharding.strategy", "dtype.name"),
     *("numerics.mode", "nccl_ub.mode", "sharp.group", "fault.name"),
 )
-
-LAST = ("mesh.world_size", "train.seed", "train.replicate")
 
 HOW = ("measure", "ckpt")
 
@@ -80,20 +77,12 @@ def _keys(configs: Mapping[Any, Flat]) -> list[str]:
     found = [key for key in names if any(own.get(key) != every[0].get(key) for own in every)]
     found = [key for key in found if key.split(".")[0] not in HOW] or found
     found = [key for key in found if not _implied(key, found, every)]
-    return sorted(found, key=lambda key: (_place(key), names.index(key)))
-
-
-def _place(key: str) -> int:
-    if key in LEADING:
-        return LEADING.index(key)
-    return len(LEADING) + (1 + LAST.index(key) if key in LAST else 0)
+    return sorted(found, key=lambda key: (key not in LEADING, [*LEADING, *names].index(key)))
 
 
 def _implied(key: str, found: Sequence[str], every: Sequence[Flat]) -> bool:
     group = key.split(".")[0]
     leader = next((each for each in LEADING if each in found and each.split(".")[0] == group), None)
-    if key == "mesh.dp_outer":
-        leader = "sharding.strategy" if "sharding.strategy" in found else None
     if leader is None or leader == key:
         return False
     values: dict[str, str] = {}
@@ -130,35 +119,8 @@ def details(arms: Mapping[Key, Mapping[str, Any]]) -> dict[Key, str]:
     }
 
 
-def named(names: Collection[str], room: int = UNLIMITED) -> dict[str, str]:
-    """Names of folders without parts that all have; of at most `room` characters, if all runs stay distinct.
-
-    Of names with equally many parts, redundant ones are replaced by an ellipsis, the last first. A name that would be
-    empty stays.
-    """
+def named(names: Collection[str]) -> dict[str, str]:
+    """Names of folders without parts that all have. A name that would be empty stays."""
     parts = {name: name.split("-") for name in names}
     common = set.intersection(*(set(each) for each in parts.values())) if len(parts) > 1 else set()
-    found = {name: "-".join(part for part in each if part not in common) or name for name, each in parts.items()}
-    rows = list(parts.values())
-    if len({len(row) for row in rows}) != 1 or len(rows) < 2:
-        return found
-    last = len(rows[0]) - 1  # the signature, which stays
-    differ = [place for place in range(last) if len({row[place] for row in rows}) > 1]
-    kept = differ
-    for place in reversed(differ):
-        if max(map(len, found.values())) <= room:
-            break
-        fewer = [each for each in kept if each != place]
-        if fewer and _kinds(rows, fewer) == _kinds(rows, differ):
-            kept = fewer
-            found = {name: "-".join(_elided(row, differ, kept)) for name, row in parts.items()}
-    return found
-
-
-def _kinds(rows: Sequence[Sequence[str]], places: Sequence[int]) -> int:
-    return len({tuple(row[place] for place in places) for row in rows})
-
-
-def _elided(row: Sequence[str], differ: Sequence[int], kept: Sequence[int]) -> list[str]:
-    found = [row[place] if place in kept else "…" for place in differ]
-    return [each for place, each in enumerate(found) if each != "…" or found[place - 1 : place] != ["…"]] + [row[-1]]
+    return {name: "-".join(part for part in each if part not in common) or name for name, each in parts.items()}

@@ -22,8 +22,8 @@ from harness.store.files import write_atomic, write_json
 from harness.store.reading import open_regular
 from harness.store.shapes import STEP, Shape, fault
 
-TAIL_BYTES = 65536
-"""Bytes read from a file's end: some fifty steps."""
+TAIL_BYTES, NEWEST = 65536, 50
+"""Bytes read from a file's end, some fifty steps, and most steps of them."""
 
 MAX_LINE = 1 << 24
 """Longest accepted line: three times a step of a hundred thousand numbers."""
@@ -157,44 +157,32 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return list(iter_metrics(path))
 
 
-def last_record(path: Path) -> dict[str, Any] | None:
-    """Newest complete record, read from the end of the file; None without one. Raises `StoreError`: it is no record."""
-    lines = _last_lines(path, 1)
-    return _record(lines[-1], f"{path}, its last line") if lines else None
+def tail(path: Path) -> list[dict[str, Any]]:
+    """Newest records, at most `NEWEST`, read from the end of the file; empty without one.
 
-
-def last_numbers(path: Path, names: Sequence[str], count: int) -> dict[str, list[float]]:
-    """Finite numbers of the newest records by name, for tables of a thousand runs.
-
-    Args: names: paths of `harness.store.fields`. count: most records, within the last 64 KiB.
-
-    Raises `StoreError`: a line is not JSON.
+    Raises `StoreError`: a line is no record, or the last one none of a step.
     """
-    found: dict[str, list[float]] = {name: [] for name in names}
-    places = [(name, name.split("/")) for name in names]
-    for line in _last_lines(path, count):
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise StoreError(f"{path}, among its last lines: one is not a record: {error}") from error
-        for name, keys in places:
-            value = record
-            for key in keys:
-                value = value.get(key) if isinstance(value, dict) else None
-            if type(value) in (float, int):
-                found[name].append(value)
-    return found
-
-
-def _last_lines(path: Path, count: int) -> list[bytes]:
     file = open_regular(path)
     if file is None:
         return []
     with file:
-        size = file.seek(0, os.SEEK_END)
-        begin = file.seek(max(0, size - TAIL_BYTES))
+        begin = file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
         lines = file.read().split(b"\n")[:-1]
-    return (lines[1:] if begin and len(lines) > 1 else lines)[-count:]
+    lines = (lines[1:] if begin and len(lines) > 1 else lines)[-NEWEST:]
+    where = f"{path}, among its last lines: one"
+    return [_record(line, where, STEP if line is lines[-1] else {}) for line in lines]
+
+
+def numbers(records: Sequence[Mapping[str, Any]], name: str) -> list[float]:
+    """Finite numbers of records at a path of `harness.store.fields`."""
+    found = []
+    for record in records:
+        value: Any = record
+        for key in name.split("/"):
+            value = value.get(key) if isinstance(value, Mapping) else None
+        if type(value) in (float, int) and math.isfinite(value):
+            found.append(value)
+    return found
 
 
 def write_summary(

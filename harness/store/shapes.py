@@ -94,7 +94,7 @@ def _kind_fault(value: Any, kinds: type | tuple[type, ...]) -> tuple[str] | None
     return (f"is {found}, not {_NAMES[wanted[-1]]}",)
 
 
-LISTED: Shape = {"version": int, "attempts": int, "files": Each(dict, {"bytes": int, "xxh3": str})}
+LISTED: Shape = {"version": int, "files": Each(dict, {"bytes": int, "xxh3": str})}
 
 CONFIG: Shape = {
     **dict.fromkeys(("fault?", "numerics?", "data?", "optimizer?", "ckpt?", "cluster?", "launch?", "wandb?"), dict),

@@ -25,7 +25,7 @@ from harness.config.words import quote
 from harness.launch.opening import is_timed
 from harness.launch.slurm.submission import in_allocation
 from harness.store import commands
-from harness.store.metrics import last_record
+from harness.store.metrics import tail
 from harness.store.rundir import RunDir, Store
 from harness.store.study import write_study
 from harness.study.cells import Composer, Desired, as_asked, desired, expand, register as register_study
@@ -99,10 +99,10 @@ def run_job(cfg: DictConfig) -> float | None:
 
 
 def _objective(run: RunDir, name: str) -> float | None:
-    last = last_record(run.metrics) if (run.summary).exists() else None
-    if last is None:
+    last = tail(run.metrics)[-1:] if (run.summary).exists() else []
+    if not last:
         return None
-    numbers = {key: value for key, value in last.items() if isinstance(value, int | float)}
+    numbers = {key: value for key, value in last[0].items() if isinstance(value, int | float)}
     if name not in numbers:
         choices = ", ".join(sorted(numbers))
         raise refuse(f"study.objective={name}", "is no number of a step's record", choices=choices)

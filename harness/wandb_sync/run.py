@@ -13,11 +13,10 @@ from harness.config.wandb_mode import VARIABLE
 from harness.store import provenance
 from harness.store.errors import StoreError
 from harness.store.fields import synced
-from harness.store.metrics import last_numbers, last_record
 from harness.store.reading import checked
+from harness.store.results import results
 from harness.store.rundir import CONFIG, RunDir, read_summary
 from harness.store.shapes import Maybe, Shape
-from harness.store.step_time import MEMORY, NEWEST, peak_bytes, sent_bytes
 from harness.store.study import read_study
 
 MAX_ID = 64
@@ -199,23 +198,11 @@ def _origin(run: RunDir) -> dict[str, Any]:
 
 
 def outcome(run: RunDir) -> dict[str, Any]:
-    """Results of an ended run: state, loss, memory, bytes, time.
+    """`result/state` (`done`, `preempted` or `unfinished`) and the run's results, as `harness.store.results` has them.
 
-    `result/state` is `done`, `preempted` or `unfinished`; bytes are rank 0's, `result/sent_bytes` of the last step.
-    `result/peak_bytes` is tensor storage, as in `harness.analysis.load.runs`; `result/rss_bytes` the process's memory.
     Unrecorded values are left out.
     """
-    last, summary = last_record(run.metrics) or {}, read_summary(run) or {}
-    newest = last_numbers(run.metrics, MEMORY, NEWEST)
-    ended = summary.get("step") == last.get("step", 0)
-    found = {
-        "result/state": summary.get("status", "unfinished") if ended else "unfinished",
-        "result/final_loss": last.get("loss"),
-        "result/peak_bytes": peak_bytes(summary, newest),
-        "result/rss_bytes": max(newest["memory/rss"], default=None),
-        "result/sent_bytes": sent_bytes(last),
-        "result/accounted_bytes": sum((summary.get("accounted_bytes") or {}).values()) or None,
-        "result/step_time_s": (summary.get("step_time_s") or {}).get("median"),
-        "result/wall_s": summary.get("wall_s"),
-    }
-    return {key: value for key, value in found.items() if value is not None}
+    found, summary = results(run), read_summary(run) or {}
+    ended = summary.get("step") == found["steps_done"]
+    state = summary.get("status", "unfinished") if ended else "unfinished"
+    return {f"result/{key}": value for key, value in {"state": state, **found}.items() if value not in (None, "")}

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from harness.store import checksums
 
-SILENT = ("overrides.txt", "diff.patch")
-"""Files that no verdict is made of."""
+SILENT = "diff.patch"
+"""What no verdict is made of."""
 
 Dice = random.Random
 Damage = Callable[[Path, Path, Dice], object]
@@ -38,7 +38,9 @@ def cut(path: Path, other: Path, dice: Dice) -> None:
 
 def swap(path: Path, other: Path, dice: Dice) -> None:
     """With a file of the same run."""
-    alike = SILENT if path.name in SILENT else ("provenance.json", "metrics.jsonl", "summary.json")
+    if path.name == SILENT:  # it has nobody to swap with
+        return flip(path, other, dice)
+    alike: tuple[str, ...] = ("provenance.json", "metrics.jsonl", "summary.json")
     if path.parent.name in checksums.FOLDERS:
         there = sorted(os.listdir(path.parent))
         alike = tuple(name for name in there if name.endswith(path.suffix) and name != path.name) or tuple(there)
@@ -62,19 +64,19 @@ def with_a_line_twice(path: Path, other: Path, dice: Dice) -> None:
     path.write_bytes(b"".join([*lines[:place], lines[place], *lines[place:]]))
 
 
-DAMAGES: dict[str, tuple[Damage, str]] = {
-    "a flipped bit": (flip, "changed"),
-    "a flipped bit under the old date": (flip_in_secret, "changed"),
-    "cut off": (cut, "truncated"),
-    "empty": (lambda path, *_: path.write_bytes(b""), "truncated"),
-    "removed": (lambda path, *_: path.unlink(), "missing"),
-    "renamed": (lambda path, *_: path.rename(path.with_name(f"{path.name}.bak")), "missing"),
-    "swapped": (swap, "changed|truncated"),
-    "of the other run": (lambda path, other, _: shutil.copyfile(other, path), "changed|truncated"),
-    "a line less": (without_a_line, "truncated"),
-    "a line twice": (with_a_line_twice, "changed"),
-    "other JSON": (lambda path, *_: path.write_text("{}"), "changed|truncated"),
-    "a byte more": (lambda path, *_: path.write_bytes(path.read_bytes() + b"\n"), "changed"),
+DAMAGES: dict[str, Damage] = {
+    "a flipped bit": flip,
+    "a flipped bit under the old date": flip_in_secret,
+    "cut off": cut,
+    "empty": lambda path, *_: path.write_bytes(b""),
+    "removed": lambda path, *_: path.unlink(),
+    "renamed": lambda path, *_: path.rename(path.with_name(f"{path.name}.bak")),
+    "swapped": swap,
+    "of the other run": lambda path, other, _: shutil.copyfile(other, path),
+    "a line less": without_a_line,
+    "a line twice": with_a_line_twice,
+    "other JSON": lambda path, *_: path.write_text("{}"),
+    "a byte more": lambda path, *_: path.write_bytes(path.read_bytes() + b"\n"),
 }
 
 

@@ -25,7 +25,7 @@ from tests.cli.damages import flip_letter
 from tests.parity.edits import edit_json
 from tests.support.mutants import Slip
 
-TOLD = "summary.json was changed"
+TOLD = "summary.json is not what the run recorded"
 
 
 def refusal(ask: Callable[[], object]) -> str:
@@ -66,7 +66,7 @@ def _again(run: Path) -> str:
 
 def _differ(run: Path) -> str:
     flip_letter(run / "config.yaml")
-    return show.diff(RunDir(run), RunDir(run))
+    return refusal(lambda: show.diff(RunDir(run), RunDir(run)))
 
 
 def _origin(run: Path) -> str:
@@ -75,7 +75,6 @@ def _origin(run: Path) -> str:
 
 
 def _resumed(run: Path) -> str:
-    (run / "diff.patch").unlink()
     edit_json(run / status.FILE, state="preempted")
     return obstacle(run)
 
@@ -102,7 +101,7 @@ READERS: dict[str, tuple[Callable[[Path], str], str, Slip]] = {
     "bench": (
         lambda run: str(bench.load(run)),
         TOLD,
-        Slip(bench, "load", "checksums.unfit(path, *checksums.TOLD)", "[]"),
+        Slip(bench, "load", "checksums.damage(path, *checksums.TOLD)", "{}"),
     ),
     "sync": (
         lambda run: refusal(lambda: sync._held_back(RunDir(run), None)),
@@ -115,18 +114,22 @@ READERS: dict[str, tuple[Callable[[Path], str], str, Slip]] = {
         Slip(show, "_shown", "checksums.condition(run.path)", "''"),
     ),
     "show of what is no JSON": (_shown_broken, TOLD, Slip(show, "show", "checksums.demand(run.path)", "pass")),
-    "diff": (_differ, "damaged: config.yaml was changed", Slip(show, "diff", "*_damaged(a, b), ", "")),
+    "diff": (
+        _differ,
+        "config.yaml is not",
+        Slip(show, "diff", "checksums.demand(run.path, CONFIG, run.provenance.name)", "pass"),
+    ),
     "report": (
         _origin,
-        "provenance.json was changed",
+        "provenance.json is not",
         Slip(contents, "_facts", 'checksums.demand(path, "provenance.json")', "pass"),
     ),
     "--from": (
         _again,
-        "config.yaml was changed",
+        "config.yaml is not",
         Slip(replay, "replay_run", 'checksums.demand(run.path, CONFIG, "overrides.txt")', "pass"),
     ),
-    "resume": (_resumed, TOLD, Slip(opening, "_obstacle", "else checksums.unfit(run.path)", "else []")),
+    "resume": (_resumed, TOLD, Slip(opening, "_obstacle", "else checksums.damage(run.path)", "else {}")),
     "--tensor": (_zoom, TOLD, Slip(render, "zoom", "checksums.demand(Path(path))", "pass")),
     "gradients": (_gradients, TOLD, Slip(tables, "gradients", "checksums.demand(Path(path))", "pass")),
     "requeue": (_requeued, TOLD, Slip(Reporter, "started", "checksums.demand(self.run)", "pass")),

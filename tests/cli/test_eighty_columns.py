@@ -111,10 +111,6 @@ def test_names_keep_what_tells_them_apart_beside_long_reasons(cells: int, column
 
 
 def test_a_reason_has_its_column_where_there_is_room() -> None:
-    lines = watch.render(the_rows(2), 100).splitlines()
-    assert lines[0].split() == ["run", "state", "step", "loss", "ms/step", "left", "reason"]
-    assert [line.split()[0] for line in lines[1:3]] == ["single-…-00000000", "native-…-00000001"]
-    assert "rank 1: " in lines[1]
     rows = the_rows(6)
     lines = watch.render(rows, 112).splitlines()
     assert lines[0].endswith("reason")
@@ -126,13 +122,6 @@ MUTANTS = {
     "names give way": Slip(watch, "_table", "firm=(0,), ", "", "A long reason takes the room of a run's name"),
     "everything in a line": Slip(
         watch, "_table", "breaks, names = (1,),", "_, names = (), ", "A long name is cut for a column"
-    ),
-    "every part": Slip(
-        watch,
-        "_names",
-        "named({one.name for one in found}, room - max(map(len, studies)))",
-        "named({one.name for one in found})",
-        "Parts of names that say nothing take the room of reasons",
     ),
 }
 

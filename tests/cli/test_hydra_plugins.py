@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from harness.config.catalog import ROOT
-from harness.store.metrics import last_record
+from harness.store.metrics import read_metrics
 from harness.store.rundir import RunDir, Store
 from harness.store.study import read_study
 
@@ -92,7 +92,7 @@ def test_optuna_is_given_the_loss(tmp_path: Path) -> None:
     done = run("-m", *words, *SMALL, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     found = yaml.safe_load((tmp_path / "search" / "optimization_results.yaml").read_text())
-    losses = [float((last_record(each.metrics) or {})["loss"]) for each in runs(tmp_path)]
+    losses = [float(read_metrics(each.metrics)[-1]["loss"]) for each in runs(tmp_path)]
     assert len(losses) == 2
     assert found["best_value"] == min(losses)
     lrs = [each.config()["optimizer"]["lr"] for each in runs(tmp_path)]
@@ -107,7 +107,7 @@ def test_optuna_in_a_file_is_given_another_objective(tmp_path: Path) -> None:
     done = run("experiment=search", *SMALL, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     (results,) = (tmp_path / "multirun").rglob("optimization_results.yaml")
-    norms = [float((last_record(each.metrics) or {})["grad_norm"]) for each in runs(tmp_path)]
+    norms = [float(read_metrics(each.metrics)[-1]["grad_norm"]) for each in runs(tmp_path)]
     assert yaml.safe_load(results.read_text())["best_value"] == min(norms)
 
 

@@ -17,7 +17,7 @@ import yaml
 from harness.store import provenance, redaction, shapes, status
 from harness.store.errors import Busy, StoreError
 from harness.store.files import Lock, own_folder, write_atomic
-from harness.store.metrics import iter_metrics, last_record
+from harness.store.metrics import iter_metrics, tail
 from harness.store.reading import read_json, read_text
 from harness.store.reading_yaml import Loader, parse_yaml, read_yaml
 from harness.store.redaction import HIDDEN, redacted
@@ -132,7 +132,7 @@ def test_a_line_of_another_shape_is_damage(line: str, tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="is not a record"):
         list(iter_metrics(path))
     with pytest.raises(StoreError, match="is not a record"):
-        last_record(path)
+        tail(path)
 
 
 CHANGES = [{"attempt": "one"}, {"state": "walking"}, {"updated": "yesterday"}, {"reason": None}]

@@ -6,10 +6,9 @@ import io
 
 import pytest
 
-from harness.store import labels
 from harness.store.labels import named
 from harness.store.screen import UNLIMITED, counted, cut, fold, painted, shorten, table, width
-from tests.support.mutants import Slip, kills
+from tests.support.mutants import kills
 
 table_of = table
 HEAD, ROWS = ("run", "state", "what"), [("a-long-name-of-a-run-0123abcd", "done", "x" * 40), ("b-89abcdef", "", "")]
@@ -20,37 +19,6 @@ def test_names_are_told_by_what_differs() -> None:
     assert list(named(names).values()) == ["native-optim-0123abcd", "ddp-no_shard-89abcdef"]
     assert named(names[:1]) == {names[0]: names[0]}
     assert named(["a", "a-b"]) == {"a": "a", "a-b": "b"}
-
-
-GRID = [
-    f"tiny-{engine}-{strategy}-{dtype}-dp2-k2-{number:08x}"
-    for number, (engine, strategy, dtype) in enumerate(
-        [("single", "no_shard", "fp32"), ("native", "optim", "fp32"), ("native", "optim", "bf16")]
-    )
-]
-
-
-def test_a_shorter_name_keeps_what_tells_it_from_the_others() -> None:
-    """The strategy follows from the engine here; the dtype does not."""
-    assert list(named(GRID, 28).values()) == [
-        "single-…-fp32-00000000",
-        "native-…-fp32-00000001",
-        "native-…-bf16-00000002",
-    ]
-    assert named(GRID, 29) == named(GRID), "what fits is not shortened"
-    assert named(GRID, 1) == named(GRID, 28), "and what would make two alike is not taken away"
-    several = [*GRID, "tiny-native-optim-fp32-dp2-k2-ordered-00000003"]
-    assert named(several, 1) == named(several), "names of other parts have no places"
-
-
-@kills(
-    "The terminal", "runs named alike", "Two runs have the same name but for the signature where names are shortened"
-)
-def test_a_name_that_loses_the_difference_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    slip = Slip(labels, "named", "fewer and _kinds(rows, fewer) == _kinds(rows, differ)", "fewer")
-    monkeypatch.setitem(globals(), "named", slip.made())
-    with pytest.raises(AssertionError):
-        test_a_shorter_name_keeps_what_tells_it_from_the_others()
 
 
 def test_things_are_counted() -> None:

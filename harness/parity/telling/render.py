@@ -73,7 +73,7 @@ BESIDES = 50
 
 def _arms(study: StudyVerdict, room: int) -> list[str]:
     left = room - BESIDES
-    names = named({Path(path).name for arm in study.arms for path in (arm.arm, arm.control)}, left)
+    names = named({Path(path).name for arm in study.arms for path in (arm.arm, arm.control)})
     breaks = () if max(map(len, names.values())) <= left else (1,)
     lines = [f"runs in {shown(Path(study.arms[0].arm).parent)}"]
     head = ("arm", "verdict", "tier", "of the bound", "farthest out")

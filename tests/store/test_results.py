@@ -11,7 +11,7 @@ import pytest
 
 from harness.launch.terminal import progress_line
 from harness.launch.watch import row
-from harness.store import show, step_time
+from harness.store import results, show
 from harness.store.metrics import MetricsWriter
 from harness.store.rundir import RunDir
 from tests.support.factory import freeze, small_config
@@ -37,8 +37,8 @@ def wrong_medians(root: Path) -> Iterator[str]:
         ("not begun", [], None, None),
     ):
         run = written(root / "s" / name, times, known)
-        if step_time.median_step_time(run) != wanted:
-            yield f"{name}: {step_time.median_step_time(run)}"
+        if results.results(run)["step_time_s"] != wanted:
+            yield f"{name}: {results.results(run)['step_time_s']}"
         shown = row(run, None, "").shown["ms/step"]
         if shown != ("" if wanted is None else f"{1e3 * wanted:.0f}"):
             yield f"watch, {name}: {shown}"
@@ -52,10 +52,10 @@ def wrong_medians(root: Path) -> Iterator[str]:
 
 
 MUTANTS = {
-    "the first step": Slip(step_time, "median_step_time", "times[1:] if", "times if", "The first step counts"),
-    "its own while it ends": Slip(step_time, "median_step_time", 'newest["step"][-1] and', "-1 and", "No summary"),
+    "the first step": Slip(results, "median_step_time", "times[1:] if", "times if", "The first step counts"),
+    "its own while it ends": Slip(results, "median_step_time", 'lines[-1]["step"] and', "-1 and", "No summary"),
     "the last step": Slip(
-        step_time, "median_step_time", "statistics.median(", "max(", "ms/step is not the median of steps"
+        results, "median_step_time", "statistics.median(", "max(", "ms/step is not the median of steps"
     ),
 }
 
