@@ -221,7 +221,7 @@ def _rows(lab: Lab) -> list[Facts]:
     for path in lab.runs():
         process = load(path)
         if isinstance(process, Process):
-            arms.setdefault(process.arm, []).append(process)
+            arms.setdefault(process.facts["arm"], []).append(process)
     return sorted((_row(blocks) for blocks in arms.values()), key=lambda row: (row["engine"], row["sharding"]))
 
 
@@ -233,11 +233,11 @@ def _row(blocks: list[Any]) -> Facts:
         "sharding": config["sharding"]["strategy"],
         "blocks": len(blocks),
         "step_ms": 1e3 * median(block.median_s for block in blocks),
-        "step_ms_by_block": {str(block.block): 1e3 * block.median_s for block in blocks},
+        "step_ms_by_block": {str(block.facts["block"]): 1e3 * block.median_s for block in blocks},
         "exposed_comm_ms": None if None in exposed else 1e3 * median(exposed),
-        "peak_bytes": _largest(block.peak_bytes for block in blocks),
-        "persistent_bytes": _largest(block.persistent_bytes for block in blocks),
-        "outside_bytes": _largest(block.outside_bytes for block in blocks),
+        "peak_bytes": _largest(block.facts["peak_bytes"] for block in blocks),
+        "persistent_bytes": _largest(block.facts["persistent_bytes"] for block in blocks),
+        "outside_bytes": _largest(block.facts["outside_bytes"] for block in blocks),
     }
 
 

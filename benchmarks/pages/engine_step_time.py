@@ -16,9 +16,11 @@ from pathlib import Path
 
 from benchmarks.pages import tables
 from benchmarks.pages.tables import ROOT
-from harness.bench import Report, machine_lines, report, text
+from harness.bench import Report, report, text
 from harness.config.errors import BadRequest
+from harness.store import provenance
 from harness.store.files import write_atomic, write_json
+from harness.store.rundir import Store
 
 STUDY = "engine_step_time"
 
@@ -52,7 +54,10 @@ def write(found: Report, out: Path, root: str) -> None:
     write_json(data, {"command": command, "study_file": study_file, **found.as_json()})
     head = f"*Record. {found.question} Made by `{command}`; every number, run by run, in"
     link = f"[{STUDY}.json](../../benchmarks/data/{STUDY}.json).*"
-    machine = "\n".join(machine_lines(found))
+    run = Store(root).find(found.processes[0]["run"])
+    facts = provenance.read(run.path)
+    versions = ", ".join(f"{name} {version}" for name, version in facts.get("versions", {}).items())
+    machine = f"{facts.get('cpu_model')}, {facts.get('cpu_count')} cores; {versions}; commit {(facts.get('git') or {}).get('sha')}"
     title = "# Step time, memory and traffic of the engines"
     write_atomic(page, f"{title}\n\n{head} {link}\n\n{machine}\n\n```\n{text(found)}\n```\n")
     print(f"\nwritten: {data} and {page}")

@@ -3,7 +3,7 @@
 `report(root, study) -> Report`; `text` and `Report.as_json` show it.
 """
 
-from harness.bench.render import machine_lines, text
+from harness.bench.render import text
 from harness.bench.report import Report, report
 
-__all__ = ["Report", "machine_lines", "report", "text"]
+__all__ = ["Report", "report", "text"]

@@ -11,9 +11,10 @@ from typing import Any
 
 from harness.store import checksums, provenance, status
 from harness.store.identity import repeated
+from harness.store.labels import strategy_of
 from harness.store.metrics import read_metrics
 from harness.store.reading import checked
-from harness.store.results import leaves_plan
+from harness.store.results import results
 from harness.store.rundir import CONFIG, RunDir, read_summary
 from harness.store.screen import counted
 from harness.store.shapes import TIMED
@@ -21,60 +22,43 @@ from harness.store.status import State
 
 PARTS = ("data_s", "forward_s", "backward_s", "optimizer_s", "other_s", "exposed_comm_s")
 
+STORAGE = ("persistent", "peak", "outside")
 OTHERS_LIMIT_CORES = 0.25
+
+Facts = dict[str, Any]
+"""Flat and plain. Times are seconds, sizes bytes; None where not observed."""
 
 
 @dataclass(frozen=True)
 class Process:
-    """One timed run. Times are seconds, sizes bytes; None where not observed."""
+    """One timed run.
 
-    run: str
-    arm: str
-    """Hash of the configuration without the repetition: the same for all blocks of an arm."""
-    block: int
+    facts: `run`; `arm`, a hash of the configuration without the repetition, and `block`, the repetition; `engine`,
+    `strategy`, `dtype`, `ranks`; `step_s` of each timed step, medians of its `parts`, `tokens` and `loss` of the last;
+    `comm` by kind, `sent_bytes`, `planned` and `leaves_plan`; `load`, `others_cores`, `disturbance`; storage of the
+    rank with most: `persistent_bytes`, `peak_bytes`, `outside_bytes` of the allocator.
+    """
+
     config: Mapping[str, Any]
-    ended: str
-    """UTC, ISO 8601."""
-    step_s: tuple[float, ...]
-    parts: Mapping[str, float | None]
-    tokens: int
-    loss: float
-    """Loss of the last step, in nats a token."""
-    comm: Mapping[str, Mapping[str, int]]
-    """Collectives that rank 0 sent in the last step, by kind: count and bytes."""
-    persistent_bytes: int | None
-    """Tensor storage between steps, of the rank with most."""
-    peak_bytes: int | None
-    """Largest tensor storage within a settled step, of the rank with most."""
-    growth_bytes: int | None
-    outside_bytes: int | None
-    """Device memory outside the allocator (NCCL buffers, work spaces), of the rank with most. None on CPU and shared
-    devices."""
-    accounted_bytes: int
-    planned: Mapping[str, int | None]
-    """Bytes kept, at the peak and sent, by the plan; empty without one."""
-    leaves_plan: str
-    rss_bytes: int
-    load: float
-    others_cores: float
     origin: Mapping[str, Any]
+    facts: Facts
+
+    @property
+    def run(self) -> str:
+        return str(self.facts["run"])
+
+    @property
+    def parts(self) -> Mapping[str, float | None]:
+        found: Mapping[str, float | None] = self.facts["parts"]
+        return found
 
     @property
     def median_s(self) -> float:
-        return statistics.median(self.step_s)
-
-    @property
-    def sent_bytes(self) -> int:
-        return sum(kind["bytes"] for kind in self.comm.values())
+        return statistics.median(self.facts["step_s"])
 
     @property
     def disturbance(self) -> str:
-        ranks, found = int(self.config["mesh"]["world_size"]), []
-        if self.load > ranks + 1:
-            found.append(f"load average {self.load:.1f} with {counted(ranks, 'rank')}")
-        if self.others_cores > OTHERS_LIMIT_CORES:
-            found.append(f"other programs kept {self.others_cores:.2f} cores busy")
-        return ", ".join(found)
+        return str(self.facts["disturbance"])
 
 
 def load(path: Path) -> Process | str:
@@ -93,35 +77,42 @@ def load(path: Path) -> Process | str:
     if summary is None or len(lines) != config["train"]["steps"] or summary.get("load") is None:
         return "done, but its record is not whole"
     try:
-        return _process(run, state.updated, config, summary, lines)
+        return Process(config, provenance.read(path), _facts(run, config, summary, lines))
     except (LookupError, TypeError, ValueError) as error:
         return f"done, but its record is damaged: {error!r}"
 
 
-def _process(
-    run: RunDir, ended: str, config: Mapping[str, Any], summary: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]
-) -> Process:
-    timed = lines[config["measure"]["warmup_steps"] :]
-    return Process(
-        run=run.name,
-        arm=arm_of(config),
-        block=config["train"]["replicate"],
-        config=config,
-        ended=ended,
-        step_s=tuple(_number(line["step_time_s"]) for line in timed),
-        parts={part: median([line["time"].get(part) for line in timed]) for part in PARTS},
-        tokens=_number(timed[-1]["tokens"]),
-        loss=timed[-1]["loss"],
-        comm=timed[-1]["comm"],
-        **_storage(summary),
-        accounted_bytes=sum(summary["accounted_bytes"].values()),
-        planned=summary.get("planned") or {},
-        leaves_plan=leaves_plan(summary),
-        rss_bytes=max(line["memory"]["rss"] for line in timed),
-        load=max(summary["load"]["at_start"], summary["load"]["at_end"]),
-        others_cores=summary["load"]["others_cores"],
-        origin=provenance.read(run.path),
-    )
+def _facts(
+    run: RunDir, config: Mapping[str, Any], summary: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]
+) -> Facts:
+    timed, found = lines[config["measure"]["warmup_steps"] :], results(run)
+    ranks, busy = config["mesh"]["world_size"], summary["load"]
+    load = max(busy["at_start"], busy["at_end"])
+    disturbed = [f"load average {load:.1f} with {counted(ranks, 'rank')}"] * (load > ranks + 1)
+    if busy["others_cores"] > OTHERS_LIMIT_CORES:
+        disturbed.append(f"other programs kept {busy['others_cores']:.2f} cores busy")
+    followed = summary.get("tensor_bytes") or {}
+    return {
+        "run": run.name,
+        "arm": hashlib.sha256(repeated(config).encode()).hexdigest()[:8],
+        "block": config["train"]["replicate"],
+        "engine": config["engine"]["name"],
+        "strategy": strategy_of(config),
+        "dtype": config["dtype"]["name"],
+        "ranks": ranks,
+        "step_s": [_number(line["step_time_s"]) for line in timed],
+        "parts": {part: median([line["time"].get(part) for line in timed]) for part in PARTS},
+        "tokens": _number(timed[-1]["tokens"]),
+        "loss": found["final_loss"],
+        "comm": timed[-1]["comm"],
+        **{f"{each}_bytes": max(followed[each]) if each in followed else None for each in STORAGE},
+        **{name: found[name] for name in ("accounted_bytes", "sent_bytes", "leaves_plan")},
+        "rss_bytes": max(line["memory"]["rss"] for line in timed),
+        "planned": summary.get("planned") or {},
+        "load": load,
+        "others_cores": busy["others_cores"],
+        "disturbance": ", ".join(disturbed),
+    }
 
 
 def _number(value: Any) -> Any:
@@ -130,22 +121,9 @@ def _number(value: Any) -> Any:
     return value
 
 
-def _storage(summary: Mapping[str, Any]) -> dict[str, int | None]:
-    followed = summary.get("tensor_bytes") or {}
-    return {
-        f"{name}_bytes": max(followed[name]) if name in followed else None
-        for name in ("persistent", "peak", "growth", "outside")
-    }
-
-
 def median(values: Sequence[float | None]) -> float | None:
     seen = [value for value in values if value is not None]
     return statistics.median(seen) if len(seen) == len(values) else None
-
-
-def arm_of(config: Mapping[str, Any]) -> str:
-    """Hash of the configuration without the number of its repetition."""
-    return hashlib.sha256(repeated(config).encode()).hexdigest()
 
 
 def workload_of(config: Mapping[str, Any]) -> str:

@@ -91,7 +91,7 @@ KINDS: dict[str, tuple[Verb, ...]] = {
     "From and to elsewhere": (
         Verb("import-series", "curves of wandb, TensorBoard, CSV, JSONL, Megatron, as runs", "wandb_sync"),
         Verb("sync", "runs into wandb (wandb=online: live), TensorBoard or CSV", "wandb_sync"),
-        Verb("wandb", "wandb push STUDY: verdicts, evidence, pictures, dashboard", "wandb_sync"),
+        Verb("wandb", "wandb push STUDY: verdicts, report and dashboard", "wandb_sync"),
         Verb("completion", "for bash, so that TAB offers what can be typed", "completion"),
     ),
 }

@@ -17,6 +17,7 @@ from harness.config.schema import WandbMode
 from harness.config.wandb_mode import has_key, server, wandb_mode
 from harness.launch.slurm.scheduler import probe
 from harness.launch.submit import runs_of
+from harness.parity import StudyVerdict
 from harness.store import commands
 from harness.store.commands import install, shown
 from harness.store.identity import slug
@@ -37,7 +38,7 @@ def mode_of(arguments: Namespace, verb: str, *packages: str) -> WandbMode:
     for package in packages:
         if importlib.util.find_spec(package) is None:
             name = package.replace("_", "-")
-            raise refuse(verb, f"the package {name} is not installed", fix=install("wandb"))
+            raise refuse(verb, f"the package {name} is not installed", fix=install("wandb,analysis"))
     if mode is WandbMode.disabled:
         raise refuse(verb, "WANDB_MODE=disabled sends nothing", fix="unset WANDB_MODE")
     if mode is WandbMode.online and not has_key(os.environ):
@@ -55,7 +56,7 @@ def sync_arguments(parser: ArgumentParser) -> None:
 
 @contextmanager
 def asking(verb: str, mode: WandbMode) -> Iterator[None]:
-    from harness.wandb_sync.run import WandbFailed
+    from harness.store.wandb_run import WandbFailed
 
     try:
         yield
@@ -100,28 +101,37 @@ def _write(arguments: Namespace) -> int:
 
 
 def wandb_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("action", choices=("push",), help="push: verdicts, evidence, pictures and the dashboard")
+    parser.add_argument("action", choices=("push",), help="push: verdicts, report and the dashboard")
     parser.add_argument("study", metavar="STUDY", help="name of a study that was run, or its folder")
     offline_argument(parser)
 
 
 def run_wandb(arguments: Namespace) -> int:
     verb = f"wandb push {arguments.study}"
-    mode = mode_of(arguments, verb, "wandb", "wandb_workspaces")
-    from harness.wandb_sync.push import FILES, push
+    mode = mode_of(arguments, verb, "wandb", "wandb_workspaces", "matplotlib", "pandas")
+    from harness.wandb_sync.push import push
 
     arguments.root, name = located(arguments.root, arguments.study)
     with asking(verb, mode):
-        made = push(Store(arguments.root).root, name, mode)
-    drawn = "pictures" if made.pictures else "no pictures (they need a checkout with its extra analysis)"
-    print(f"{made.outcome}: verdicts, evidence, {drawn} and the dashboard in one run")
+        made = push(Store(arguments.root).root, name, mode, lambda found: _page(arguments.root, found))
+    print(f"{made.outcome}: verdicts, report and the dashboard in one run")
     if mode is WandbMode.offline:
-        print(f"in {made.folder.parent / FILES}; only an online push makes the dashboard on the server")
+        print("only an online push makes the dashboard on the server")
         print(f"next: wandb sync {shlex.quote(str(made.folder))}")
     else:
         print(f"dashboard  {made.dashboard}")
     say_next(arguments, f"sync {shlex.quote(name)}{' --offline' * (mode is WandbMode.offline)}")
     return 0
+
+
+def _page(root: str, verdict: StudyVerdict) -> str:
+    from harness.analysis.judge import study
+    from harness.report.contents import contents
+    from harness.report.page import page, pictures
+
+    found = study(root, verdict.study, verdict=verdict)
+    command = commands.verb(f"report {shlex.quote(verdict.study)}", root)
+    return page(contents(found, root, command), pictures(found))
 
 
 def import_series_arguments(parser: ArgumentParser) -> None:

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from urllib.parse import urlsplit
 
 from harness.config.schema import WandbMode
+from harness.store.wandb_run import VARIABLE
 
-VARIABLE = "WANDB_MODE"
 WORDS = {
     "online": WandbMode.online,
     "run": WandbMode.online,

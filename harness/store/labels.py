@@ -108,17 +108,6 @@ def _distinct(found: dict[Key, str], flat: Mapping[Key, Flat]) -> dict[Key, str]
     return found
 
 
-def details(arms: Mapping[Key, Mapping[str, Any]]) -> dict[Key, str]:
-    """Settings that distinguish an arm from others of its engine and sharding: `dtype=bf16 nccl_ub.mode=auto`."""
-    flat = {arm: _settings(config) for arm, config in arms.items()}
-    kinds = {arm: (own["engine.name"], own["sharding.strategy"]) for arm, own in flat.items()}
-    keys = {kind: _keys({arm: own for arm, own in flat.items() if kinds[arm] == kind}) for kind in kinds.values()}
-    return {
-        arm: " ".join(f"{key.removesuffix('.name')}={own[key]}" for key in keys[kinds[arm]])
-        for arm, own in flat.items()
-    }
-
-
 def named(names: Collection[str]) -> dict[str, str]:
     """Names of folders without parts that all have. A name that would be empty stays."""
     parts = {name: name.split("-") for name in names}

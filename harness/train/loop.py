@@ -97,7 +97,7 @@ class Loop:
                 stop = report.stop
                 if writer is not None:
                     writer.write(record)
-                wandb_sync.check()
+                wandb_sync.log(record)
                 self.session.progress(record)
                 ended = self._stops_early(step)
                 self._save_if_due(step, writer, report, ends=ended)
@@ -137,11 +137,13 @@ class Loop:
         return 0 if loaded is None else loaded.step
 
     def _open_record(self, start: int) -> tuple[MetricsWriter | None, WandbSync]:
+        wandb_sync = WandbSync(self.session.run_dir, self.session.warn)
         if not self.is_first_rank:
-            return None, WandbSync(self.session.run_dir, None, self.session.warn)
+            return None, wandb_sync
         path = self.session.run_dir / "metrics.jsonl"
         cut_back(path, start, self.begins_after)
-        return MetricsWriter(path), WandbSync.open(self.config, self.session.run_dir, self.session.warn)
+        wandb_sync.begin(self.config)
+        return MetricsWriter(path), wandb_sync
 
     def _step(self, step: int) -> tuple[dict[str, Any], StepReport]:
         session = self.session

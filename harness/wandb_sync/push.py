@@ -1,4 +1,4 @@
-"""Verdicts of a study as one run of wandb: tables, evidence and pictures, with an artifact of files.
+"""Verdicts of a study as one run of wandb: a table, its dashboard, and an artifact with its report.
 
 A repeated push replaces the earlier one: the run's id is a function of the study's name.
 """
@@ -9,17 +9,16 @@ import hashlib
 import json
 import math
 import re
-import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from harness.config.errors import refuse
 from harness.config.schema import WandbMode
-from harness.parity import StudyVerdict, study_text, verdict
+from harness.parity import StudyVerdict, verdict
 from harness.store import shapes
 from harness.store.errors import StoreError
 from harness.store.files import write_json
@@ -27,18 +26,12 @@ from harness.store.labels import named
 from harness.store.reading import read_json
 from harness.store.rundir import RunDir
 from harness.store.study import read_study
+from harness.store.wandb_run import opened, outcome, settle, wandb_id
 from harness.wandb_sync.dashboard import VERDICTS, as_json, dashboard
-from harness.wandb_sync.run import check_place, drop_others, opened, outcome, quiet_settings, settle, wandb_id
 from harness.wandb_sync.sync import margin
 
-DPI = 150
-EVIDENCE = "evidence"
-FILES = "verdicts"
-DASHBOARD, VIEW = "dashboard.json", "view.json"
-MEASURES = ("result/step_time_s", "result/sent_bytes", "result/peak_bytes", "result/final_loss")
-
-if TYPE_CHECKING:
-    from wandb_workspaces.workspaces import Workspace
+VIEW = "view.json"
+MEASURES = ("step_time_s", "sent_bytes", "peak_bytes", "final_loss")
 
 Row = Mapping[str, Any]
 
@@ -47,80 +40,55 @@ Row = Mapping[str, Any]
 class Pushed:
     folder: Path
     outcome: str
-    pictures: int
     dashboard: str
 
 
-def push(root: Path, study: str, mode: WandbMode) -> Pushed:
-    """Send a study's verdicts, or offline write them under the study's folder.
+def push(root: Path, study: str, mode: WandbMode, page: Callable[[StudyVerdict], str]) -> Pushed:
+    """Send a study's verdicts, or offline write them under the study's folder. Args: page: makes its report as HTML.
 
     Raises `BadRequest`: nothing to judge; see `harness.parity.verdict`. `StoreError`: the control's configuration or
     wandb's folder is unusable. `WandbFailed`: wandb did not open the run.
     """
+    import wandb
+
     found = verdict(root, study)
     if not found.arms:
         problem = "the study has no arm to hold against its control"
         raise refuse(f"wandb push {study}", problem, fix="add one to its file")
-    check_place(root / study)
     asked = RunDir(Path(found.arms[0].control)).config()["wandb"]
-    run = _open(root, found, asked, mode)
-    own = Path(run.dir).parent
-    try:
-        board, drawn = _fill(run, root, found, asked)
-    except BaseException:  # what an earlier push wrote stays, and this half goes
-        run.finish(exit_code=1)
-        settle()
-        if mode is WandbMode.offline:
-            shutil.rmtree(own, ignore_errors=True)
-        raise
-    run.finish()
+    with opened(
+        root / study,
+        mode.value,
+        id=summary_id(study),
+        name=f"{study}: verdicts",
+        group=study,
+        tags=["verdict", found.outcome.value],
+        notes=found.question or None,
+        config={"study": read_study(root, study)},
+        entity=asked["entity"],
+        project=asked["project"],
+    ) as run:
+        rows = list(verdict_rows(found))
+        run.log({VERDICTS: wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])})
+        counts = Counter(f"study/{arm.outcome.value}" for arm in found.arms)
+        run.summary.update({"study/verdict": found.outcome.value, "study/arms": len(found.arms), **counts})
+        board = dashboard(run.entity or asked["entity"] or "", asked["project"], study, _arms(found))
+        name = re.sub(r"[^\w.-]", "_", f"{study}-verdict")
+        artifact = wandb.Artifact(name, type="verdict", metadata={"verdict": found.outcome.value})
+        texts = {"verdict.json": json.dumps(found.as_json(), indent=2), "dashboard.json": as_json(board)}
+        for file, text in {**texts, "report.html": page(found)}.items():
+            with artifact.new_file(file) as opened_file:
+                opened_file.write(text)
+        run.log_artifact(artifact)
+        own = Path(run.dir).parent
+        run.finish()
     settle()
-    if mode is WandbMode.offline:
-        drop_others(root / study / "wandb", own)
     address = "" if mode is WandbMode.offline else _save(board, root / study / "wandb" / VIEW)
-    return Pushed(own, found.outcome.value, drawn, address)
-
-
-def _fill(run: Any, root: Path, found: StudyVerdict, asked: Row) -> tuple[Workspace, int]:
-    study, entity = found.study, run.entity or asked["entity"] or ""
-    board = dashboard(entity, asked["project"], study, _arms(found))
-    folder = root / study / "wandb" / FILES
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    drawn = pictures(root, found, folder)
-    texts = {
-        "verdict.json": json.dumps(found.as_json(), indent=2),
-        "verdict.txt": study_text(found) + "\n",
-        "study.json": json.dumps(read_study(root, study), indent=2),
-        DASHBOARD: as_json(board),
-    }
-    for name, text in texts.items():
-        (folder / name).write_text(text, encoding="utf-8")
-    _log(run, found, drawn)
-    run.log_artifact(_artifact(found, folder))
-    return board, len(drawn)
+    return Pushed(own, found.outcome.value, address)
 
 
 def summary_id(study: str) -> str:
     return wandb_id(study, f"verdict-{hashlib.sha256(study.encode()).hexdigest()[:8]}")
-
-
-def _open(root: Path, found: StudyVerdict, asked: Mapping[str, Any], mode: WandbMode) -> Any:
-    return opened(
-        id=summary_id(found.study),
-        name=f"{found.study}: verdicts",
-        group=found.study,
-        job_type="verdict",
-        tags=["verdict", found.outcome.value],
-        notes=found.question or None,
-        config={"study": read_study(root, found.study)},
-        entity=asked["entity"],
-        project=asked["project"],
-        mode=mode.value,
-        resume="allow",
-        dir=str(root / found.study),
-        settings=quiet_settings(stats=False),
-    )
 
 
 def _arms(found: StudyVerdict) -> dict[str, str | None]:
@@ -133,77 +101,26 @@ def _id(study: str, path: str) -> str:
     return wandb_id(study, RunDir(Path(path)).signature())
 
 
-def _log(run: Any, found: StudyVerdict, drawn: Sequence[Path]) -> None:
-    import wandb
-
-    tables = {VERDICTS: list(verdict_rows(found)), EVIDENCE: list(evidence_rows(found))}
-    logged = {
-        name: wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
-        for name, rows in tables.items()
-        if rows
-    }
-    run.log({**logged, **{f"pictures/{each.stem}": wandb.Image(str(each)) for each in drawn}})
-    counts = Counter(arm.outcome.value for arm in found.arms)
-    known = {"study/verdict": found.outcome.value, "study/arms": len(found.arms)}
-    run.summary.update({**known, **{f"study/{outcome}": count for outcome, count in counts.items()}})
-
-
 def verdict_rows(found: StudyVerdict) -> Iterator[Row]:
-    names = _names(found)
+    names = named({Path(path).name for arm in found.arms for path in (arm.arm, arm.control)})
     for arm in found.arms:
         results: Row = {}
         with suppress(StoreError):
             results = outcome(RunDir(Path(arm.arm)))
         yield {
-            "arm": names[arm.arm],
-            "control": names[arm.control],
+            "arm": names[Path(arm.arm).name],
+            "control": names[Path(arm.control).name],
             "verdict": arm.outcome.value,
             "tier": arm.tier,
             "margin": _finite(margin(arm)),
             "sentence": arm.sentence,
-            **{name.rpartition("/")[2]: _finite(results.get(name)) for name in MEASURES},
+            **{name: _finite(results.get(f"result/{name}")) for name in MEASURES},
             "id": _id(found.study, arm.arm),
         }
 
 
-def evidence_rows(found: StudyVerdict) -> Iterator[Row]:
-    names = _names(found)
-    for arm in found.arms:
-        for each in arm.evidence:
-            yield {
-                "arm": names[arm.arm],
-                "tier": each.tier,
-                "check": each.check,
-                "stage": each.place,
-                "grade": each.grade.value,
-                "step": each.step,
-                "tensor": each.tensor,
-                "observed": str(each.observed),
-                "allowed": str(each.allowed),
-                "margin": _finite(each.ratio),
-                "of": each.count,
-                "note": each.note,
-            }
-
-
-def _names(found: StudyVerdict) -> dict[str, str]:
-    paths = {path for arm in found.arms for path in (arm.arm, arm.control)}
-    labels = named({Path(path).name for path in paths})
-    return {path: labels[Path(path).name] for path in paths}
-
-
 def _finite(value: float | None) -> float | None:
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
-
-
-def _artifact(found: StudyVerdict, folder: Path) -> Any:
-    import wandb
-
-    name = re.sub(r"[^\w.-]", "_", f"{found.study}-verdict")
-    artifact = wandb.Artifact(name, type="verdict", metadata={"verdict": found.outcome.value})
-    for path in sorted(folder.iterdir()):
-        artifact.add_file(str(path), name=path.name, policy="immutable")
-    return artifact
 
 
 def _save(board: Any, remembered: Path) -> str:
@@ -214,20 +131,3 @@ def _save(board: Any, remembered: Path) -> str:
     write_json(remembered, {"name": board._internal_name, "id": board._internal_id, "project": project})
     address: str = board.url
     return address
-
-
-def pictures(root: Path, found: StudyVerdict, folder: Path) -> list[Path]:
-    """The figures of a study's report as PNG files; none where matplotlib is not installed."""
-    try:
-        from matplotlib import pyplot as plt
-
-        from harness.analysis import figures, judge, plot
-    except ImportError:
-        return []
-    drawn = []
-    with plot.quietly():
-        for each in figures.figures(judge.study(root, found.study, verdict=found)):
-            drawn.append(folder / f"{each.title.lower().replace(' ', '_')}.png")
-            each.figure.savefig(drawn[-1], dpi=DPI)
-            plt.close(each.figure)
-    return drawn

@@ -3,101 +3,57 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from harness.config.errors import BadRequest
 from harness.config.schema import WandbMode
 from harness.parity import Verdict, loss_bounds, verdict
 from harness.parity.telling.render import farthest
 from harness.store import checksums, status
-from harness.store.errors import StoreError
-from harness.store.metrics import iter_metrics
+from harness.store.metrics import iter_metrics, tail
 from harness.store.rundir import RunDir
 from harness.store.status import RESTARTS, JobProbe
-from harness.wandb_sync.run import WandbFailed, WandbRun, check_place, outcome, settle
+from harness.store.wandb_run import copying, settle
 
-LAST_STEP = 2**31 - 1
 DONE = {WandbMode.online: "sent", WandbMode.offline: "written"}
 
 
-@dataclass(frozen=True)
-class Distance:
-    series: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
+class Distance(NamedTuple):
+    series: Mapping[int, Mapping[str, float]]
     """`parity/loss_difference` (signed, relative to the control), `parity/loss_allowed` and `parity/loss_allowed_below`
     (bounds of rounding), `parity/grad_norm_ratio`."""
-    summary: Mapping[str, Any] = field(default_factory=dict)
+    summary: Mapping[str, Any]
 
 
-def sync(runs: Iterable[RunDir], mode: WandbMode, jobs: JobProbe | None, tell: Callable[[str], None]) -> int:
-    """Send runs in sequence; returns their number. Running ones have their own copy, and runs without a step nothing
-    to send.
+def sync(runs: Iterable[RunDir], mode: WandbMode, jobs: JobProbe | None, tell: Callable[[str], None]) -> None:
+    """Send runs in sequence. Running ones have their own copy, and runs without a step nothing to send.
 
     Args: mode: offline writes files beside the runs. jobs: scheduler's view of submitted runs. tell: called with a line
     a run.
 
-    Raises `StoreError`: some are unreadable or not comparable; all others were sent. `WandbFailed`: wandb did not open
-    a run; online earlier ones were sent, offline all others.
+    Raises `StoreError`: a run is unreadable or not comparable. `WandbFailed`: wandb did not take it. Earlier runs were
+    sent.
     """
-    sent, verdicts = 0, Judged()
-    left_out: dict[str, None] = {}  # a control that every arm's distance asks for is named once
-    refused = ""
-    for run in runs:
-        try:
-            why = _held_back(run, jobs)
+    verdicts: dict[Path, dict[Path, Verdict]] = {}
+    sent = False
+    try:
+        for run in runs:
+            why, folder = _held_back(run, jobs), run.path.parent
             if not why:
-                if mode is WandbMode.offline:
-                    check_place(run.path)
-                known, why = _distance(verdicts, run, left_out)
-                send(run, mode, known)
-                why, sent = DONE[mode] + why, sent + 1
-        except StoreError as error:
-            why = "left out"
-            left_out[str(error)] = None
-        except WandbFailed as error:
-            if mode is WandbMode.online:  # a server that refuses one run, after seconds of waiting, refuses all
-                raise
-            why, refused = "left out", refused or f"{run.name}: {error}"
-        tell(f"{run.name}: {why}")
-    if sent:
-        settle()
-    if left_out:
-        raise StoreError("\n  ".join([*left_out, *filter(None, [refused])]))
-    if refused:
-        raise WandbFailed(refused)
-    return sent
-
-
-def _distance(verdicts: Judged, run: RunDir, faults: dict[str, None]) -> tuple[Distance, str]:
-    """Distance of a run, empty for a control and where its study cannot be judged; and what its line says."""
-    folder = run.path.parent
-    try:
-        if folder not in verdicts:
-            verdicts[folder] = {}  # where judging fails, it has said so once
-            verdicts[folder] = judged(folder)
-        found = verdicts[folder].get(run.path)
-        return Distance() if found is None else distance(found), ""
-    except StoreError as error:
-        faults[str(error)] = None
-        return Distance(), ", without its distance to the control"
-
-
-def send(run: RunDir, mode: WandbMode, distance: Distance) -> None:
-    """Send one run from its first step to its last.
-
-    A partial run would replace the complete one of an earlier time. Raises `StoreError`: a file is unreadable.
-    `WandbFailed`: wandb did not open the run.
-    """
-    outcome(run)
-    wandb_run = WandbRun(run, mode, live=False)
-    try:
-        for record in iter_metrics(run.metrics):
-            wandb_run.log(record, distance.series.get(record["step"]))
-    except BaseException:  # Ctrl-C, or somebody who writes into a run that has ended
-        wandb_run.abandon()
-        raise
-    wandb_run.finish(distance.summary)
+                if folder not in verdicts:
+                    verdicts[folder] = judged(folder)
+                found = verdicts[folder].get(run.path)
+                known = Distance({}, {}) if found is None else distance(found)
+                sent = True
+                with copying(run, mode.value, live=False, more=known.summary) as log:
+                    for record in iter_metrics(run.metrics):
+                        log(record, known.series.get(record["step"]))
+                why = DONE[mode]
+            tell(f"{run.name}: {why}")
+    finally:
+        if sent:
+            settle()
 
 
 def _held_back(run: RunDir, jobs: JobProbe | None) -> str:
@@ -105,25 +61,7 @@ def _held_back(run: RunDir, jobs: JobProbe | None) -> str:
     if found is not None and found.state in RESTARTS:
         return f"left alone, it is {found.state.value}"
     checksums.demand(run.path, *checksums.TOLD)
-    return "" if _last_step(run) else "nothing to send, it has no step"
-
-
-def _last_step(run: RunDir) -> int:
-    """Last step of a record; 0 for an empty one. Raises `StoreError`: steps that wandb would drop with a warning."""
-    last = 0
-    for number, record in enumerate(iter_metrics(run.metrics), start=1):
-        step = record["step"]
-        if not last < step <= LAST_STEP:
-            raise StoreError(
-                f"{run.metrics}, line {number} is step {step} after step {last}; wandb cannot keep that as it is: put"
-                " the lines in order, each step once, or remove the run directory and run it again"
-            )
-        last = step
-    return last
-
-
-Judged = dict[Path, dict[Path, Verdict]]
-"""Verdicts by study's folder and by arm's."""
+    return "" if tail(run.metrics) else "nothing to send, it has no step"
 
 
 def judged(folder: Path) -> dict[Path, Verdict]:

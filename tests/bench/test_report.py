@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from harness.bench import Report, machine_lines, report, text as folded
-from harness.bench.render import COLUMNS, _cells
-from harness.bench.report import _mixed
+from harness.bench import Report, report, text as folded
+from harness.bench.render import COLUMNS, finding
+from harness.bench.report import _mixed, name_of
 from harness.cli.main import main
 from harness.config.errors import BadRequest
 from harness.store.identity import signature
@@ -25,8 +25,8 @@ from tests.bench import lab
 
 def row(found: Report, engine: str, strategy: str) -> Any:
     (regime,) = found.regimes
-    (match,) = [one for one in regime.rows if (one.engine, one.strategy) == (engine, strategy)]
-    return match
+    (match,) = [one for one in regime["rows"] if (one["engine"], one["strategy"]) == (engine, strategy)]
+    return SimpleNamespace(**match)
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def test_rows_are_medians_over_processes_without_the_warm_up(root: Path) -> None
     assert row(found, "native", "no_shard").parts["exposed_comm_s"] == 0.002
     assert ddp.is_reference
     assert ddp.ratio is None
-    assert ddp.blocks == (0, 1, 2, 3, 4)
+    assert ddp.blocks == [0, 1, 2, 3, 4]
 
 
 def test_ratios_are_to_the_control_of_the_study(root: Path) -> None:
@@ -63,13 +63,13 @@ def test_ratios_are_to_the_control_of_the_study(root: Path) -> None:
 
 def test_native_is_held_against_the_best_of_its_strategy(root: Path) -> None:
     (regime,) = report(root, "lab").regimes
-    targets = {target.strategy: target for target in regime.targets}
-    assert targets["no_shard"].best == "ddp no_shard"
-    assert targets["no_shard"].peers == ("ddp no_shard", "fsdp1 no_shard")
-    assert targets["no_shard"].finding == "faster"
-    assert targets["optim_grads"].best == "fsdp2 optim_grads"
-    assert targets["optim_grads"].ratio.value == pytest.approx(1.25)
-    assert targets["optim_grads"].finding == "slower"
+    targets = {target["strategy"]: target for target in regime["targets"]}
+    assert targets["no_shard"]["best"] == "ddp no_shard"
+    assert targets["no_shard"]["peers"] == ["ddp no_shard", "fsdp1 no_shard"]
+    assert finding(targets["no_shard"]["ratio"]) == "faster"
+    assert targets["optim_grads"]["best"] == "fsdp2 optim_grads"
+    assert targets["optim_grads"]["ratio"].value == pytest.approx(1.25)
+    assert finding(targets["optim_grads"]["ratio"]) == "slower"
 
 
 def text(found: Report) -> str:
@@ -93,7 +93,8 @@ def test_what_is_not_told_apart_says_so(tmp_path: Path) -> None:
     lab.record(tmp_path, configs)
     found = report(tmp_path, "lab")
     (regime,) = found.regimes
-    assert next(t for t in regime.targets if t.strategy == "no_shard").finding.startswith("not told apart")
+    target = next(each for each in regime["targets"] if each["strategy"] == "no_shard")
+    assert finding(target["ratio"]).startswith("not told apart")
     assert "includes 1" in text(found)
 
 
@@ -101,9 +102,9 @@ def test_regimes_are_kept_apart_and_named_by_what_differs(tmp_path: Path) -> Non
     configs = lab.study(tmp_path, dim=32, name="small") + lab.study(tmp_path, dim=64, name="large")
     lab.record(tmp_path, configs)
     found = report(tmp_path, "lab")
-    assert [regime.title for regime in found.regimes] == ["model.name=large", "model.name=small"]
-    assert [len(regime.rows) for regime in found.regimes] == [6, 6]
-    assert all(one.ratio is not None or one.is_reference for regime in found.regimes for one in regime.rows)
+    assert [regime["title"] for regime in found.regimes] == ["model.name=large", "model.name=small"]
+    assert [len(regime["rows"]) for regime in found.regimes] == [6, 6]
+    assert all(one["ratio"] or one["is_reference"] for regime in found.regimes for one in regime["rows"])
 
 
 def test_a_missing_run_leaves_the_shared_blocks_and_is_named(root: Path) -> None:
@@ -114,7 +115,7 @@ def test_a_missing_run_leaves_the_shared_blocks_and_is_named(root: Path) -> None
     found = report(root, "lab")
     assert set(found.missing) == {gone.name, never.name}
     native = row(found, "native", "no_shard")
-    assert native.blocks == (0, 1, 2)
+    assert native.blocks == [0, 1, 2]
     assert native.ratio.blocks == 3
     assert row(found, "fsdp1", "no_shard").ratio.blocks == 5
     assert found.exit_code == 3
@@ -134,27 +135,8 @@ def test_disturbed_blocks_are_flagged_and_kept(tmp_path: Path) -> None:
     assert note.startswith("block 2 is disturbed: lab/tiny-fsdp2")
     assert "load average 3.5 with 2 ranks" in note
     assert "0.40 cores" in note
-    assert row(found, "fsdp2", "optim_grads").blocks == (0, 1, 2, 3, 4)
+    assert row(found, "fsdp2", "optim_grads").blocks == [0, 1, 2, 3, 4]
     assert note in text(found)
-
-
-def test_arms_run_after_a_later_block_are_flagged(tmp_path: Path) -> None:
-    def late(values: dict[str, Any]) -> dict[str, Any]:
-        first = values["train"]["replicate"] == 0 and values["engine"]["name"] == "fsdp2"
-        return {"ended": "2026-01-02T00:00:00+00:00"} if first else {}
-
-    lab.record(tmp_path, lab.study(tmp_path, change=late))
-    (note,) = report(tmp_path, "lab").notes
-    assert note.startswith("block 0: lab/tiny-fsdp2")
-    assert note.endswith("ran after block 1 had begun")
-
-
-def test_storage_that_still_grew_is_flagged(tmp_path: Path) -> None:
-    grown = {"step": 2, "persistent": [1000, 1000], "peak": [3000, 3000], "growth": [0, 50]}
-    lab.record(tmp_path, lab.study(tmp_path, blocks=1, change=lambda _: {"tensors": grown}))
-    found = report(tmp_path, "lab")
-    assert all("grew by 50 bytes" in note for note in found.notes)
-    assert "too few blocks" in text(found)
 
 
 def test_plans_stand_beside_what_was_measured_and_a_peak_off_its_plan_is_named(tmp_path: Path) -> None:
@@ -164,8 +146,8 @@ def test_plans_stand_beside_what_was_measured_and_a_peak_off_its_plan_is_named(t
     lab.record(tmp_path, lab.study(tmp_path, blocks=1, change=change))
     found = report(tmp_path, "lab")
     assert len([note for note in found.notes if "leaves the plan by -99.9%" in note and "fsdp1" in note]) == 2
-    shown = [dict(zip(COLUMNS, _cells(row), strict=True)) for row in found.regimes[0].rows]
-    assert {(row["planned peak"], row["planned sent"]) for row in shown} == {("0.00", "1.00"), ("0.50", "1.00")}
+    shown = [(COLUMNS["planned peak"](row), COLUMNS["planned sent"](row)) for row in found.regimes[0]["rows"]]
+    assert set(shown) == {("0.00", "1.00"), ("0.50", "1.00")}
 
 
 def test_two_machines_cannot_be_compared(tmp_path: Path) -> None:
@@ -174,7 +156,7 @@ def test_two_machines_cannot_be_compared(tmp_path: Path) -> None:
     )
     found = report(tmp_path, "lab")
     assert found.exit_code == 4
-    assert found.mixed == ("cpu_model: processor 0 and processor 1",)
+    assert found.mixed == ["cpu_model: processor 0 and processor 1"]
     assert "NOT COMPARABLE: the runs differ in cpu_model" in text(found)
 
 
@@ -184,7 +166,7 @@ def test_runs_of_other_sources_are_left_out(tmp_path: Path) -> None:
     found = report(tmp_path, "lab")
     assert len(found.missing) == 6
     assert {reason.split(":")[0] for reason in found.missing.values()} == {"stale"}
-    assert row(found, "ddp", "no_shard").blocks == (1, 2, 3, 4)
+    assert row(found, "ddp", "no_shard").blocks == [1, 2, 3, 4]
     assert found.exit_code == 3
 
 
@@ -198,11 +180,11 @@ def test_arms_of_one_engine_are_told_apart_by_what_differs(tmp_path: Path) -> No
         more.append(other)
     lab.record(tmp_path, [*configs, *more])
     (regime,) = report(tmp_path, "lab").regimes
-    assert [one.name for one in regime.rows if one.engine == "native"] == [
-        "native no_shard engine.prefetch=1",
-        "native no_shard engine.prefetch=3",
+    assert [name_of(one) for one in regime["rows"] if one["engine"] == "native"] == [
+        "native no_shard prefetch=1",
+        "native no_shard prefetch=3",
     ]
-    assert len(regime.targets) == 2
+    assert len(regime["targets"]) == 2
 
 
 def test_every_row_is_in_the_text_and_in_the_json(root: Path) -> None:
@@ -210,12 +192,8 @@ def test_every_row_is_in_the_text_and_in_the_json(root: Path) -> None:
     shown, whole = text(found), json.loads(json.dumps(found.as_json(), allow_nan=False))
     for engine, strategy in lab.ENGINES:
         assert f" {engine} {strategy} 5 " in shown
-    machine = "\n".join(machine_lines(found))
-    assert "a processor" in machine
-    assert "torch 2.13.0" in machine
     assert len(whole["processes"]) == 30
     assert len(whole["processes"][0]["step_s"]) == lab.TIMED
-    assert whole["machine"]["cpu_model"] == "a processor"
     assert whole["order_seed"] == 0
 
 
@@ -266,15 +244,14 @@ def test_arms_stand_with_what_they_are_held_against(tmp_path: Path) -> None:
         controls |= {signature(arm): signature(control) for arm in arms}
     for values in cells:
         seconds = [0.2 if values["mesh"]["dp_outer"] == 2 else 0.1] * lab.TIMED
-        lab.write(tmp_path, values, seconds, cpu_count=2)
+        lab.write(tmp_path, values, seconds)
     write_study(tmp_path, [lab.Cell(values) for values in cells], controls)
     (regime,) = report(tmp_path, "lab").regimes
-    names = {one.name: one for one in regime.rows}
-    assert set(names) == {"native optim_grads_params dtype=fp32", "native optim_grads_params dtype=bf16", "native hsdp"}
-    assert names["native hsdp"].ratio.value == pytest.approx(2.0)
-    assert names["native optim_grads_params dtype=fp32"].is_reference
-    assert regime.settings["dtype.name"] == "fp32 or bf16"
-    assert "4 ranks on 2 cores take turns" in text(report(tmp_path, "lab"))
+    names = {name_of(one): one for one in regime["rows"]}
+    assert set(names) == {"native optim_grads_params fp32", "native optim_grads_params bf16", "native hsdp"}
+    assert names["native hsdp"]["ratio"].value == pytest.approx(2.0)
+    assert names["native optim_grads_params fp32"]["is_reference"]
+    assert regime["settings"]["dtype.name"] == "fp32 or bf16"
 
 
 def test_arms_of_other_numbers_of_ranks_on_one_machine_are_compared() -> None:

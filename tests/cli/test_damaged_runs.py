@@ -339,7 +339,7 @@ def quick_wandb(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_damage_makes_the_copy_fail(
     kinds: Mapping[str, object], seeds: Sequence[int], whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("harness.wandb_sync.push.pictures", lambda *_: [])
+    monkeypatch.setattr("harness.cli.wandb_sync._page", lambda *_: "")
     assert not found_wrong(whole, tmp_path, seeds, kinds, _copies)
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import random
 import shlex
-import subprocess
+import time
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,19 +19,17 @@ from harness.config.errors import BadRequest
 from harness.config.rules import environment
 from harness.config.schema import CkptPolicy, WandbMode
 from harness.config.wandb_mode import has_key, wandb_mode
-from harness.store import status
+from harness.store import results, status, wandb_run
 from harness.store.fields import METRICS, as_line, synced
 from harness.store.files import write_json
 from harness.store.metrics import MetricsWriter, cut_back, read_metrics
 from harness.store.rundir import RunDir
 from harness.store.status import State, Status
+from harness.store.wandb_run import outcome, wandb_id
 from harness.train.wandb_sync import WandbSync
-from harness.wandb_sync import run as wandb_run
-from harness.wandb_sync.__main__ import follow
-from harness.wandb_sync.run import WandbFailed, outcome, wandb_id
 from tests.support import wandb_file
 from tests.support.factory import freeze, small_config, stopping, train
-from tests.support.mutants import Slip, kills
+from tests.support.mutants import Slip, each, kills
 
 KEY = "0123456789abcdef" * 5
 """Of the length of a key."""
@@ -59,6 +58,13 @@ def summarise(run: RunDir, state: str, step: int) -> None:
     write_json(run.summary, summary)
 
 
+def follow(run: RunDir) -> None:
+    """Copy a run's record as its rank 0 does."""
+    wandb_sync = WandbSync(run.path, pytest.fail)
+    wandb_sync.begin(small_config(wandb__mode=WandbMode.offline))
+    wandb_sync.close()
+
+
 def test_after_three_attempts_one_file_equals_the_record(tmp_path: Path) -> None:
     """The second attempt goes back two steps, as from a checkpoint; the third begins where the second ended."""
     run = RunDir(tmp_path / "adhoc" / "arm-01234567")
@@ -68,7 +74,7 @@ def test_after_three_attempts_one_file_equals_the_record(tmp_path: Path) -> None
             cut_back(run.metrics, back_to)
         write(run, back_to + 1, last, seed)
         summarise(run, state, last)
-        follow(run, WandbMode.offline, lambda _: True)
+        follow(run)
     found = wandb_file.records(wandb_file.only_file(run.path))
     rows = [{key: value for key, value in row.items() if key[0] != "_"} for row in wandb_file.history(found)]
     expected = [
@@ -79,7 +85,7 @@ def test_after_three_attempts_one_file_equals_the_record(tmp_path: Path) -> None
         assert {key: float(row[key]).hex() for key in row} == {key: float(wanted[key]).hex() for key in wanted}
     opened, summary = wandb_file.run_of(found), wandb_file.summary(found)
     assert (opened.run_id, opened.project) == (wandb_id("adhoc", run.signature()), "lab")
-    assert (opened.run_group, opened.job_type, list(opened.tags)) == ("adhoc", "train", ["single", "no_shard", "fp32"])
+    assert (opened.run_group, list(opened.tags)) == ("adhoc", ["single", "no_shard", "fp32"])
     assert (summary["result/state"], summary["result/sent_bytes"]) == ("done", 120)
     assert (summary["result/peak_bytes"], summary["result/rss_bytes"]) == (2**20 + 15, 2**40 + 15)
     stepped = [record.metric for record in found if record.WhichOneof("record_type") == "metric"]
@@ -88,7 +94,7 @@ def test_after_three_attempts_one_file_equals_the_record(tmp_path: Path) -> None
 
 @kills("wandb", "a file that is not awaited", "The wandb copy ends while wandb's service still writes its file")
 def test_a_file_that_is_not_awaited_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("harness.wandb_sync.__main__.settle", lambda: None)
+    monkeypatch.setattr("harness.train.wandb_sync.settle", lambda: None)
     with pytest.raises(AssertionError):
         test_the_file_is_whole_when_following_ends(tmp_path, monkeypatch)
 
@@ -97,13 +103,13 @@ def test_a_file_that_is_not_awaited_is_found(tmp_path: Path, monkeypatch: pytest
 def test_a_mode_that_wandb_refuses_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wandb_run.settle()  # wandb reads the variable where it begins
     Slip(wandb_run, "opened", "os.environ.pop(VARIABLE, None)", "None").put(monkeypatch)
-    with pytest.raises(WandbFailed):
+    with pytest.raises(pytest.fail.Exception, match="WandbFailed"):
         test_the_file_is_whole_when_following_ends(tmp_path, monkeypatch)
 
 
 @kills("wandb", "project left out", "The run opens in wandb's own project instead of wandb.project")
 def test_a_run_in_another_project_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    Slip(wandb_run.WandbRun, "__init__", 'project=config["wandb"]["project"],', "").put(monkeypatch)
+    Slip(wandb_run, "copying", 'project=config["wandb"]["project"],', "").put(monkeypatch)
     with pytest.raises(AssertionError, match="lab"):
         test_after_three_attempts_one_file_equals_the_record(tmp_path)
 
@@ -117,16 +123,9 @@ def test_a_project_that_is_not_checked_is_found(monkeypatch: pytest.MonkeyPatch)
         test_a_project_that_wandb_refuses_is_refused_before_ranks_start()
 
 
-@kills("wandb", "tags of any length", "A tag is longer than wandb takes")
-def test_tags_of_any_length_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("harness.wandb_sync.run.MAX_TAG", 200)
-    with pytest.raises(WandbFailed, match="must be between 1 and 64 characters"):
-        test_a_tag_is_no_longer_than_wandb_takes(tmp_path)
-
-
 @kills("wandb", "resident set as peak", "The resident set of the process is called the peak of tensor memory")
 def test_a_resident_set_that_is_called_the_peak_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    Slip(wandb_run, "peak_bytes", 'newest["memory/peak_tensor_bytes"] or', 'newest["memory/rss"] or').put(monkeypatch)
+    Slip(results, "_peak", '"memory/peak_tensor_bytes"', '"memory/rss"').put(monkeypatch)
     with pytest.raises(AssertionError):
         test_peak_memory_is_what_a_table_of_runs_calls_so({"peak_tensor_bytes": 7}, {}, 7, tmp_path)
 
@@ -171,20 +170,9 @@ def test_the_file_is_whole_when_following_ends(tmp_path: Path, monkeypatch: pyte
     freeze(small_config(wandb__mode=WandbMode.offline), run.path)
     write(run, 1, 1, 0)
     summarise(run, "done", 1)
-    follow(run, WandbMode.offline, lambda _: True)
+    follow(run)
     assert asked == ["settled"]
     assert wandb_file.summary(wandb_file.records(wandb_file.only_file(run.path)))["result/state"] == "done"
-
-
-def test_a_tag_is_no_longer_than_wandb_takes(tmp_path: Path) -> None:
-    """An own option's name: wandb refused the run, and the sync of a study ended in a traceback."""
-    run = RunDir(tmp_path / "adhoc" / "arm-01234567")
-    freeze(small_config(wandb__mode=WandbMode.offline, dtype__name="policy" * 20), run.path)
-    write(run, 1, 1, 0)
-    summarise(run, "done", 1)
-    follow(run, WandbMode.offline, lambda _: True)
-    opened = wandb_file.run_of(wandb_file.records(wandb_file.only_file(run.path)))
-    assert list(opened.tags) == ["single", "no_shard", ("policy" * 20)[:61] + "..."]
 
 
 @kills(
@@ -193,7 +181,7 @@ def test_a_tag_is_no_longer_than_wandb_takes(tmp_path: Path) -> None:
     "Files of earlier attempts stay, so that two are sent",
 )
 def test_two_files_of_one_run_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("harness.wandb_sync.run.drop_others", lambda *_: None)
+    monkeypatch.setattr("harness.store.wandb_run.shutil.rmtree", lambda *_, **__: None)
     with pytest.raises(ValueError, match="too many values to unpack"):
         test_after_three_attempts_one_file_equals_the_record(tmp_path)
 
@@ -220,58 +208,88 @@ def test_a_run_of_three_attempts_copies_itself_and_leaves_no_key(
     assert not [path for path in run.path.rglob("*") if path.is_file() and KEY.encode() in path.read_bytes()]
 
 
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    """A run that is about to train and to copy itself."""
+    made = RunDir(tmp_path / "my runs" / "adhoc" / "arm-01234567")
+    freeze(small_config(wandb__mode=WandbMode.offline), made.path)
+    status.write(made.path, Status(State.running, "started", 0))
+    return made
+
+
+def refuses(*_: object, **__: object) -> None:
+    raise ConnectionError("no route\nto host")
+
+
+def refuses_a_line(**_: object) -> Any:
+    nothing = lambda *_, **__: None  # noqa: E731
+    return SimpleNamespace(dir="/nowhere/files", define_metric=nothing, finish=nothing, log=refuses)
+
+
+def hangs(**_: object) -> None:
+    time.sleep(600)
+
+
 @pytest.mark.parametrize(
-    ("broken", "told"),
+    ("init", "told"),
     [
-        ("raise ConnectionError('no route\\nto host')", "ConnectionError: no route to host"),
-        ("", "has no attribute 'init'"),
+        (refuses, "WandbFailed: ConnectionError: no route to host"),
+        (refuses_a_line, "WandbFailed: ConnectionError: no route to host"),
+        (hangs, "not everything was sent within 0 s"),
     ],
 )
-def test_a_copy_that_fails_is_told_and_training_goes_on(
-    broken: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_copy_that_fails_or_hangs_is_told_and_the_run_is_done(
+    init: Any, told: str, run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run, package = RunDir(tmp_path / "adhoc" / "arm-01234567"), tmp_path / "wandb.py"
-    package.write_text(
-        "class Settings:\n    def __init__(self, **_): pass\n" + (broken and f"def init(**_): {broken}\n")
-    )
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    config = small_config(wandb__mode=WandbMode.offline)
-    freeze(config, run.path)
-    status.write(run.path, Status(State.running, "started", 0))
-    assert train(config, run.path).status == "done"
+    monkeypatch.setattr("wandb.init", init)
+    monkeypatch.setattr("harness.train.wandb_sync.CLOSE_S", 0.3)
+    began = time.monotonic()
+    assert train(small_config(wandb__mode=WandbMode.offline), run.path).status == "done"
+    assert time.monotonic() - began < 60
     said = capsys.readouterr().out
     assert said.count("wandb copy: ") == 1
-    assert told in said
     present = status.read(run.path)
     assert present is not None
+    assert told in said
     assert told in present.wandb
+    assert shlex.split(present.wandb)[-1] == str(run.path)
     assert "python -m harness sync" in present.wandb
 
 
-def test_a_copy_that_hangs_is_left_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+SLIPS = {
+    "a copy that is awaited": Slip(
+        WandbSync,
+        "close",
+        "self._thread.join(patience_s)",
+        "self._thread.join(30)",
+        "A copy that hangs holds up the end",
+    ),
+    "a copy that raises": Slip(WandbSync, "_copy", "self._failed = ", "why = ", "A copy that fails is not told"),
+}
+
+
+@pytest.mark.parametrize("name", each("wandb", SLIPS))
+def test_a_copy_that_is_not_bounded_or_not_told_is_found(
+    name: str, run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "wandb.py").write_text("import time; time.sleep(600)\n")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr("harness.train.wandb_sync.HURRY_S", 0.1)
-    run = RunDir(tmp_path / "adhoc" / "arm-01234567")
-    config = small_config(wandb__mode=WandbMode.offline)
-    freeze(config, run.path)
-    wandb_sync = WandbSync.open(config, run.path, print)
-    wandb_sync.check()
-    wandb_sync.close(hurry=True)
-    wandb_sync.close()
-    assert capsys.readouterr().out.count("not everything was sent within 0 s") == 1
+    SLIPS[name].put(monkeypatch)
+    init, told = (hangs, "within 0 s") if "awaited" in name else (refuses, "no route")
+    monkeypatch.setattr("wandb.init", init)
+    monkeypatch.setattr("harness.train.wandb_sync.CLOSE_S", 0.3)
+    began = time.monotonic()
+    train(small_config(wandb__mode=WandbMode.offline), run.path)
+    assert time.monotonic() - began > 30 or told not in capsys.readouterr().out
 
 
 def test_disabled_starts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("harness.train.wandb_sync._start", lambda *_: pytest.fail("a process was started"))
-    wandb_sync = WandbSync.open(small_config(), tmp_path, pytest.fail)
+    monkeypatch.setattr("wandb.init", lambda **_: pytest.fail("a run was opened"))
+    wandb_sync, muted = WandbSync(tmp_path, pytest.fail), WandbSync(tmp_path, pytest.fail)
+    wandb_sync.begin(small_config())
     monkeypatch.setenv("WANDB_MODE", "disabled")
-    muted = WandbSync.open(small_config(wandb__mode=WandbMode.online), tmp_path, pytest.fail)
-    for each in (wandb_sync, muted):
-        each.check()
-        each.close()
+    muted.begin(small_config(wandb__mode=WandbMode.online))
+    for one in (wandb_sync, muted):
+        one.log({"step": 1})
+        one.close()
 
 
 @pytest.mark.parametrize("study", ["a", "x" * 31, "x" * 200])
@@ -314,14 +332,3 @@ def test_a_key_is_found_where_wandb_finds_it(tmp_path: Path) -> None:
     assert has_key(nowhere)
     (tmp_path / "settings").write_text(f"[default]\napi_key = {KEY}\n")
     assert has_key(nowhere)
-
-
-def test_a_copy_whose_log_was_tidied_away_does_not_end_the_run(tmp_path: Path) -> None:
-    told: list[str] = []
-    process = subprocess.Popen(["false"])
-    process.wait()
-    run = tmp_path / "my runs" / "adhoc" / "arm-01234567"
-    WandbSync(run, process, told.append).check()
-    (line,) = told
-    assert "wandb copy: its process ended with 1; " in line
-    assert shlex.split(line)[-1] == str(run)

@@ -1,4 +1,4 @@
-"""`harness wandb push STUDY`: tables, evidence, pictures and the dashboard, read back as they were written."""
+"""`harness wandb push STUDY`: verdicts, report and the dashboard, read back as they were written."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from harness.parity import StudyVerdict, verdict
 from harness.store import provenance
 from harness.store.fields import metric_of
 from harness.store.rundir import RunDir
+from harness.store.wandb_run import outcome
 from harness.wandb_sync.dashboard import BAND, VERDICTS, as_json, dashboard
 from harness.wandb_sync.push import summary_id
-from harness.wandb_sync.run import outcome
 from harness.wandb_sync.sync import distance
 from tests.parity.arms import broken
 from tests.parity.corpus import FP32, OURS
@@ -61,28 +61,19 @@ def test_a_study_is_one_run_however_often_it_is_pushed(
     for _ in range(2):
         assert main(["wandb", "push", "lab", "--root", str(root)]) == 0
     out = capsys.readouterr().out
-    assert "DIFFERENT: verdicts, evidence, pictures and the dashboard" in out
+    assert "DIFFERENT: verdicts, report and the dashboard" in out
     assert "sync lab --offline" in out.splitlines()[-1], "what needs no key, as this needed none"
     folder = root / "lab" / "wandb"
     records = wandb_file.records(wandb_file.only_file(root / "lab"))
     opened, summary = wandb_file.run_of(records), wandb_file.summary(records)
-    assert (opened.run_id, opened.run_group, opened.job_type) == (summary_id("lab"), "lab", "verdict")
+    assert (opened.run_id, opened.run_group) == (summary_id("lab"), "lab")
     assert (summary["study/verdict"], summary["study/arms"], summary["study/DIFFERENT"]) == ("DIFFERENT", 2, 1)
-    verdicts, evidence = table(folder, "verdicts"), table(folder, "evidence")
-    assert [(row["verdict"], row["tier"], row["sentence"]) for row in verdicts] == [
+    assert [(row["verdict"], row["tier"], row["sentence"]) for row in table(folder, "verdicts")] == [
         (arm.outcome.value, arm.tier, arm.sentence) for arm in found.arms
     ]
-    assert [(row["check"], row["observed"]) for row in evidence] == [
-        (each.check, str(each.observed)) for arm in found.arms for each in arm.evidence
-    ]
-    drawn = {path.stem for path in (folder / "verdicts").glob("*.png")}
-    assert drawn == {"loss", "distance_to_the_control", "gradients", "step_time", "traffic"}
-    assert len(list(folder.glob("offline-run-*/files/media/images/pictures/*.png"))) == len(drawn)
     (artifact,) = (each.artifact for each in records if each.artifact.type == "verdict")
-    assert {entry.path for entry in artifact.manifest.contents} == {
-        each.name for each in (folder / "verdicts").iterdir()
-    }
-    assert {"verdict.json", "dashboard.json", "loss.png"} <= {entry.path for entry in artifact.manifest.contents}
+    contents = {entry.path: Path(entry.local_path) for entry in artifact.manifest.contents}
+    assert set(contents) == {"verdict.json", "dashboard.json", "report.html"}
     assert not [path for path in folder.rglob("*") if path.is_file() and KEY.encode() in path.read_bytes()]
 
 
@@ -136,4 +127,4 @@ def test_what_cannot_be_pushed_is_refused_first(
     said = capsys.readouterr()
     assert told in said.err
     assert not said.out
-    assert not (root / study / "wandb" / "verdicts").exists() or study == "lab"
+    assert not (root / study / "wandb").exists() or study == "lab"
