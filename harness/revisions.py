@@ -3,7 +3,7 @@
 [Note: Nothing of the user's is touched] Files are written through a separate index. The user's index, branches, stashes
 and files do not change; contents only in the working tree become loose objects, as by `git stash create`.
 
-`<root>/.code/<tree>/files` is the version, read-only, named by its git tree, so that equal versions are one.
+`<root>/.code/<tree>/files` is the version, named by its git tree, so that equal versions are one.
 `<root>/.code/<tree>/runs/<words>` is a store for each request: runs of two versions may have one name.
 
 A request stays words, read with the version's own schema, `conf/` and rules. Across versions only `run.py`,
@@ -26,13 +26,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from harness.config.doc import as_typed, settings
 from harness.config.errors import BadRequest, refuse
 from harness.config.words import quote
 from harness.launch.local.pool import listening
 from harness.launch.local.ranks import log_tail
-from harness.parity import Outcome, Stage, Verdict
-from harness.parity.compare import changed_defaults, compare_versions
+from harness.parity import Verdict
+from harness.parity.compare import compare_versions
 from harness.parity.tiers.comparable import REPEATABLE
 from harness.store import checksums, commands, provenance, status
 from harness.store.errors import StoreError
@@ -45,7 +44,6 @@ from harness.store.status import State
 WORKTREE = "WORKTREE"
 FOLDER = ".code"
 SHORT = 7
-LISTED = 8
 TICK_S = 0.2
 OURS = {
     "launch.root": "trials lie in stores of their own, under --root",
@@ -85,30 +83,15 @@ def compare_code(request: Request, old: str, new: str, tell: Callable[[str], Non
     request.check()
     repository = Repository.own(request.root)
     control, arm = (repository.version(revision) for revision in (old, new))
-    if "HEAD" in (control.asked, arm.asked) and repository.is_dirty():
-        tell(f"note: files differ from HEAD, and HEAD is the commit; {WORKTREE} stands for the files")
     if control.tree == arm.tree:
-        return _one_version(request, repository, control, arm)
+        problem = f"and {control.label} hold the same files: there is one version of the code, and nothing was run"
+        raise refuse(arm.label, problem, fix="name another revision")
     snapshots = [Snapshot(repository, version) for version in (control, arm)]
     for snapshot in snapshots:
         snapshot.check(request.words)
     before, after = (_run(snapshot, request, tell) for snapshot in snapshots)
     verdict = compare_versions(after, before, (arm.label, control.label), bitwise=request.bitwise)
     return replace(verdict, commands=_commands(request, verdict, control, arm))
-
-
-def _one_version(request: Request, repository: Repository, control: Version, arm: Version) -> Verdict:
-    before = repository.parents(control)[:1]
-    return Verdict(
-        Outcome.EQUAL,
-        f"EQUAL: {arm.label} and {control.label} hold the same files; there is one version of the code, and nothing"
-        " was run.",
-        arm.word,
-        control.word,
-        tier="T1",
-        admissible="T1: the files are the same",
-        commands=tuple(request.command("compare", "--code", each, arm.word) for each in before),
-    )
 
 
 def _run(snapshot: Snapshot, request: Request, tell: Callable[[str], None]) -> Path:
@@ -120,14 +103,7 @@ def _run(snapshot: Snapshot, request: Request, tell: Callable[[str], None]) -> P
 
 def _commands(request: Request, verdict: Verdict, control: Version, arm: Version) -> tuple[str, ...]:
     looks = tuple(command for command in verdict.commands if " --tensor " in command or " diff " in command)
-    again = ("compare", "--code", control.word, arm.word)
-    strange = any(each.stage is Stage.record and each.check not in settings() for each in verdict.findings)
-    if verdict.outcome is not Outcome.NOT_COMPARABLE or strange:
-        return looks or (f"{request.command(*again)} --json",)
-    typed = {word.partition("=")[0] for word in request.words}
-    values = changed_defaults(Path(verdict.arm), Path(verdict.control)).items()
-    more = tuple(f"{key}={as_typed(value)}" for key, value in values if key not in typed)
-    return (replace(request, words=(*request.words, *more)).command(*again), *looks) if more else looks
+    return looks or (f"{request.command('compare', '--code', control.word, arm.word)} --json",)
 
 
 class GitError(StoreError):
@@ -170,9 +146,6 @@ class Repository:
         """
         home = PACKAGE.parent
         cache = Path(root).expanduser().absolute() / FOLDER
-        if os.pathsep in str(cache):
-            problem = f"holds {os.pathsep} , which ends an entry of PYTHONPATH, by which a version finds its own files"
-            raise refuse(f"--root {root}", problem, fix="a folder without")
         try:
             top, why = cls(home, cache)._git("rev-parse", "--show-toplevel").strip(), ""
         except GitError as error:
@@ -186,21 +159,12 @@ class Repository:
         """Raises `BadRequest`: git knows no such commit."""
         if revision == WORKTREE:
             return Version(revision, self._git("rev-parse", "HEAD").strip(), self._worktree())
-        commit = self._commit(revision) or self._commit(f"origin/{revision}")  # a clone has its own branch alone
-        if not commit:
-            names = self._git("for-each-ref", "--format=%(refname:short)", "--sort=-committerdate", "refs/heads")
-            heads = names.split()
-            branches = ", ".join(heads[:LISTED]) + (", ..." if len(heads) > LISTED else "")
-            choices = f"a commit, a tag, or a branch ({branches or 'none'}); {WORKTREE} for the files as they are"
-            fix = "git log --oneline; git fetch --unshallow where a clone has no history"
-            raise refuse(repr(revision), "is no commit of this repository", choices=choices, fix=fix)
-        return Version(revision, commit, self._git("rev-parse", f"{commit}^{{tree}}").strip())
-
-    def _commit(self, revision: str) -> str:
         try:
-            return self._git("rev-parse", "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}").strip()
-        except GitError:
-            return ""
+            commit = self._git("rev-parse", "--verify", "--end-of-options", f"{revision}^{{commit}}").strip()
+        except GitError as error:
+            choices = f"a commit, a branch or a tag; {WORKTREE} for the files as they are"
+            raise refuse(repr(revision), f"is no commit of this repository ({error})", choices=choices) from error
+        return Version(revision, commit, self._git("rev-parse", f"{commit}^{{tree}}").strip())
 
     def _worktree(self) -> str:
         inside = self.cache.parent.is_relative_to(self.top) and self.cache.parent != self.top
@@ -211,12 +175,6 @@ class Repository:
             new = self._git("ls-files", "-z", "--others", "--exclude-standard", *hidden, variables=index)
             self._git("update-index", "-z", "--add", "--stdin", variables=index, given=new)
             return self._git("write-tree", variables=index).strip()
-
-    def is_dirty(self) -> bool:
-        return bool(self._git("status", "--porcelain", "--untracked-files=no").strip())
-
-    def parents(self, version: Version) -> list[str]:
-        return [each[:SHORT] for each in self._git("rev-parse", f"{version.commit}^@").split()]
 
     def files(self, version: Version) -> Path:
         """Folder of a version's files, created atomically and reused.
@@ -232,7 +190,6 @@ class Repository:
             with self._own_index() as index:
                 self._git("read-tree", version.tree, variables=index)
                 self._git("checkout-index", "--all", f"--prefix={draft}/", variables=index)
-            _protect(draft)
             os.rename(draft, target)
         except OSError:
             if not target.is_dir():  # else another request was faster
@@ -262,12 +219,6 @@ class Repository:
             lines = done.stderr.decode(errors="replace").strip().splitlines()
             raise GitError(lines[-1] if lines else f"git {arguments[0]} ended with {done.returncode}")
         return done.stdout.decode(errors="surrogateescape")
-
-
-def _protect(folder: Path) -> None:
-    for path in folder.rglob("*"):
-        if path.is_file() and not path.is_symlink():
-            path.chmod(path.stat().st_mode & ~0o222)
 
 
 class Snapshot:
@@ -357,15 +308,10 @@ class Snapshot:
             raise refuse(self.version.label, problem, fix="leave -I, -E and import hooks out of the environment")
 
     def _refusal(self, log: Path) -> BadRequest:
-        tail = log_tail(log)
-        if (at := max(tail.rfind("bad request"), tail.rfind("refused:\n"))) >= 0:
-            own = f"Its own words:\n{tail[at:]}"
-        else:
-            own = f"It ends with: {tail.splitlines()[-1] if tail else 'nothing'} ({log})"
-        return refuse(self.version.label, f"cannot do what is asked. {own}")
+        return refuse(self.version.label, f"cannot do what is asked. {log} ends with:\n{log_tail(log)}")
 
     def _sign(self, run: Path) -> None:
         if not provenance.read(run).get("git"):
-            held = {"sha": self.version.commit, "branch": "", "dirty": self.version.asked == WORKTREE, "changed": []}
+            held = {"sha": self.version.commit, "dirty": self.version.asked == WORKTREE}
             provenance.merge(run, {"git": held})
             checksums.renew(run)

@@ -57,7 +57,8 @@ def write(found: Report, out: Path, root: str) -> None:
     run = Store(root).find(found.processes[0]["run"])
     facts = provenance.read(run.path)
     versions = ", ".join(f"{name} {version}" for name, version in facts.get("versions", {}).items())
-    machine = f"{facts.get('cpu_model')}, {facts.get('cpu_count')} cores; {versions}; commit {(facts.get('git') or {}).get('sha')}"
+    commit = (facts.get("git") or {}).get("sha")
+    machine = f"{facts.get('cpu_model')}, {facts.get('cpu_count')} cores; {versions}; commit {commit}"
     title = "# Step time, memory and traffic of the engines"
     write_atomic(page, f"{title}\n\n{head} {link}\n\n{machine}\n\n```\n{text(found)}\n```\n")
     print(f"\nwritten: {data} and {page}")

@@ -54,7 +54,7 @@ class Process:
 
     @property
     def median_s(self) -> float:
-        return statistics.median(self.facts["step_s"])
+        return float(statistics.median(self.facts["step_s"]))
 
     @property
     def disturbance(self) -> str:

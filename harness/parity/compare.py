@@ -91,14 +91,6 @@ def compare_versions(
     return replace(verdict, evidence=(*verdict.evidence, known))
 
 
-def changed_defaults(arm: Path, control: Path) -> dict[str, Any]:
-    """Settings known to both versions with different defaults, with the control's value. Raises `StoreError`: one is no
-    run."""
-    left, right = (settings_of(run) for run in (arm, control))
-    shared = sorted(key for key in left.keys() & right.keys() if matters(key) or must_agree(key))
-    return {key: right[key] for key in shared if left[key] != right[key]}
-
-
 def _defaults() -> Mapping[str, Any]:
     return {path: value.name if isinstance(value := each.default, Enum) else value for path, each in settings().items()}
 

@@ -61,8 +61,6 @@ WATCHED = "watched"
 SERIES = "series"
 """Entry beside it of a run that `import-series` made: of numbers alone, from a file."""
 
-MAX_DIFF_BYTES = 8 * 2**20
-
 OF_ANOTHER = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_OBJECT_DIRECTORY", "GIT_ALTERNATE_OBJECT_DIRECTORIES")
 """Variables of git's hooks and aliases, which would select another repository."""
 
@@ -172,39 +170,22 @@ def edited(origin: Mapping[str, Any], now: Iterable[Mapping[str, Any]] | None = 
 
 
 def git_facts(folder: Path) -> dict[str, Any] | None:
-    """Commit, branch and changed files; None outside a repository, or where it tracks no file of the folder.
+    """Commit, and whether tracked files were changed; None outside a repository, or where it tracks no file of the
+    folder.
 
     One call of git where the folder is the repository's own. Remote addresses are left out: they may hold secrets.
     """
     if not ((folder / ".git").exists() or _git(folder, "ls-files", "--", ".")):
         return None
-    lines = (_git(folder, "status", "--porcelain=v2", "--branch", "--untracked-files=normal") or "").splitlines()
-    head = dict(line[2:].split(" ", 1) for line in lines if line.startswith("# branch."))
-    sha, branch = head.get("branch.oid", "(initial)"), head.get("branch.head", "")
-    if sha == "(initial)":
-        return None
-    files = (line for line in lines if not line.startswith("#"))
-    changed = [line.split(" ", _FIELDS_BEFORE_PATH[line[0]])[-1].partition("\t")[0] for line in files]
-    branch = "HEAD" if branch == "(detached)" else branch
-    return {"sha": sha, "branch": branch, "dirty": bool(changed), "changed": changed[:200]}
-
-
-_FIELDS_BEFORE_PATH = {"1": 8, "2": 9, "u": 10, "?": 1, "!": 1}
-"""Words of a line of `git status --porcelain=v2` before its path, by its first one."""
+    named = (_git(folder, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*") or "").strip()
+    sha, _, dirty = named.partition("-")
+    return {"sha": sha, "dirty": bool(dirty)} if sha else None
 
 
 def git_diff(folder: Path = PACKAGE.parent, facts: Mapping[str, Any] | None = None) -> str:
-    """Tracked changes against HEAD, truncated with a note beyond 8 MiB.
-
-    Args: facts: `git_facts` of the folder, where they are known.
-    """
+    """Tracked changes against HEAD. Args: facts: `git_facts` of the folder, where they are known."""
     facts = git_facts(folder) if facts is None else facts
-    if not facts or not facts["dirty"]:
-        return ""
-    text = _git(folder, "diff", "HEAD", "--no-ext-diff", "--no-color") or ""
-    if len(text) <= MAX_DIFF_BYTES:
-        return text
-    return text[:MAX_DIFF_BYTES] + f"\n(cut: the diff has {len(text)} characters)\n"
+    return (_git(folder, "diff", "HEAD", "--no-ext-diff", "--no-color") or "") if facts and facts["dirty"] else ""
 
 
 def _git(folder: Path, *arguments: str) -> str | None:

@@ -63,7 +63,8 @@ def opened(folder: Path, mode: str, *, live: bool = False, **arguments: Any) -> 
             init_timeout=LOGIN_TIMEOUT_S,
             x_disable_stats=not live,
         )
-        run = wandb.init(**arguments, mode=mode, dir=str(folder), resume="allow", settings=settings)
+        arguments |= {"mode": mode, "dir": str(folder), "resume": "allow", "settings": settings}
+        run = wandb.init(**arguments)
     except Exception as error:
         raise WandbFailed(_told(error)) from error
     finally:

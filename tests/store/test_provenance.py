@@ -57,17 +57,11 @@ def test_a_remote_with_a_password_is_not_recorded(tmp_path):
     (tmp_path / "a.py").write_text("a = 2\n")
     (tmp_path / "new.py").write_text("")
     dirty = provenance.git_facts(tmp_path)
-    assert dirty is not None
-    assert sorted(dirty["changed"]) == ["a.py", "new.py"]
+    assert dirty == {"sha": clean["sha"], "dirty": True}
     assert "+a = 2" in provenance.git_diff(tmp_path)
     assert "hunter2" not in json.dumps(dirty)
-    assert (clean["branch"], dirty["branch"]) == (git("branch", "--show-current").decode().strip(),) * 2
-    git("mv", "a.py", "a b.py")
-    git("checkout", "-q", "--detach")
-    moved = provenance.git_facts(tmp_path)
-    assert moved is not None
-    assert moved["branch"] == "HEAD"
-    assert sorted(moved["changed"]) == ["a b.py", "new.py"]
+    git("tag", "v1")
+    assert provenance.git_facts(tmp_path) == dirty
 
 
 @needs("git")
@@ -78,7 +72,7 @@ def test_git_is_called_once_where_nothing_was_changed(tmp_path, monkeypatch):
     git = provenance._git
     monkeypatch.setattr(provenance, "_git", lambda folder, *words: calls.append(words) or git(folder, *words))
     assert provenance.git_diff(tmp_path, provenance.git_facts(tmp_path)) == ""
-    assert [words[0] for words in calls] == ["status"]
+    assert [words[0] for words in calls] == ["describe"]
 
 
 def test_outside_a_repository_there_is_no_git(tmp_path):

@@ -85,14 +85,11 @@ def grow(top: Path, *kinds: str) -> None:
         commit(top, f"{kind}: {number}\n", f"{number} {kind}")
 
 
-def test_two_names_of_one_version_are_equal_and_nothing_is_run(toy: Path) -> None:
+def test_two_names_of_one_version_are_refused_and_nothing_is_run(toy: Path) -> None:
     """What a fresh clone makes of `compare --code main WORKTREE`."""
     grow(toy, "clean", "doubled")
-    compared = compare_code(Request(("train.steps=3",)), "main", WORKTREE, pytest.fail)
-    assert compared.exit_code == 0
-    assert "hold the same files" in compared.sentence
-    before = git(toy, "rev-parse", "HEAD~1")[:7]
-    assert compared.commands == (f"python -m harness compare --code {before} WORKTREE train.steps=3",)
+    with pytest.raises(BadRequest, match="hold the same files"):
+        compare_code(Request(("train.steps=3",)), "main", WORKTREE, pytest.fail)
     assert ToySnapshot.ran == []
 
 

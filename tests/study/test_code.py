@@ -43,12 +43,11 @@ def repository(top: Path) -> Repository:
     return Repository(top, top / "runs" / revisions.FOLDER)
 
 
-def test_a_revision_becomes_its_own_read_only_files(repository: Repository) -> None:
+def test_a_revision_becomes_its_own_files(repository: Repository) -> None:
     old, new = repository.version("HEAD~1"), repository.version("main")
     assert new.label == f"main ({new.commit[:7]})"
     files = repository.files(old)
     assert (files / "file.py").read_text() == "1\n"
-    assert not (files / "file.py").stat().st_mode & 0o222
     assert repository.files(old) == files
     assert (repository.files(new) / "file.py").read_text() == "2\n"
     assert not list(repository.cache.glob("*/.files*")), "no drafts are left"
@@ -75,19 +74,11 @@ def test_the_working_tree_is_a_version_and_stays_as_it_is(repository: Repository
 
 def test_a_clean_working_tree_is_head(repository: Repository) -> None:
     assert repository.version(WORKTREE).tree == repository.version("HEAD").tree
-    assert not repository.is_dirty()
-
-
-def test_a_branch_that_a_clone_has_of_its_origin_alone(top: Path, tmp_path: Path) -> None:
-    git(top, "branch", "side", "HEAD~1")
-    git(tmp_path, "clone", "--quiet", str(top), "clone")
-    clone = Repository(tmp_path / "clone", tmp_path / "clone" / "runs" / revisions.FOLDER)
-    assert clone.version("side").commit == git(top, "rev-parse", "HEAD~1")
 
 
 @pytest.mark.parametrize("revision", ["nope", "main..HEAD", "", "-h", "--all", "HEAD:file.py", "HEAD^{tree}"])
-def test_what_is_no_commit_is_refused_with_the_branches_there_are(repository: Repository, revision: str) -> None:
-    with pytest.raises(BadRequest, match=r"is no commit of this repository(?s:.)*a branch \(main\)"):
+def test_what_is_no_commit_is_refused(repository: Repository, revision: str) -> None:
+    with pytest.raises(BadRequest, match=r"is no commit of this repository"):
         repository.version(revision)
 
 
@@ -100,8 +91,6 @@ def test_code_outside_a_checkout_has_one_version(tmp_path: Path, top: Path, monk
             Repository.own(tmp_path / "runs")
     monkeypatch.setattr(revisions, "PACKAGE", top / "harness")
     assert Repository.own(tmp_path / "runs").top == top
-    with pytest.raises(BadRequest, match="PYTHONPATH"):
-        Repository.own(tmp_path / "a:b")
 
 
 def test_a_hooks_variables_lead_nowhere(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,13 +101,13 @@ def test_a_hooks_variables_lead_nowhere(repository: Repository, monkeypatch: pyt
 
 def test_two_who_write_one_version_get_the_same(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
     version = repository.version("HEAD")
-    protect = revisions._protect
+    rename = revisions.os.rename
 
-    def meanwhile(folder: Path) -> None:
-        monkeypatch.setattr(revisions, "_protect", protect)
+    def meanwhile(draft: Path, target: Path) -> None:
+        monkeypatch.setattr(revisions.os, "rename", rename)
         repository.files(version)
-        protect(folder)
+        rename(draft, target)
 
-    monkeypatch.setattr(revisions, "_protect", meanwhile)
+    monkeypatch.setattr(revisions.os, "rename", meanwhile)
     assert (repository.files(version) / "file.py").read_text() == "2\n"
     assert [path.name for path in repository.folder(version).iterdir()] == ["files"]

@@ -87,19 +87,12 @@ def test_a_run_that_failed_is_handed_back_and_tried_again(top: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("say", "told"),
-    [
-        (
-            "refused",
-            "main \\(\\w{7}\\): cannot do what is asked. Its own words:\n *bad request:\n *say=refused: is not",
-        ),
-        ("broken", "It ends with: ImportError: no such thing \\(/.*log\\)"),
-    ],
+    ("say", "told"), [("refused", "say=refused: is not"), ("broken", "ImportError: no such thing")]
 )
 def test_refusals_speak_in_the_versions_own_words(top: Path, say: str, told: str) -> None:
-    with pytest.raises(BadRequest, match=told):
+    with pytest.raises(BadRequest, match=rf"main \(\w{{7}}\): cannot do what is asked(?s:.)*{told}"):
         snapshot(top).run([f"say={say}"])
-    with pytest.raises(BadRequest, match=told):
+    with pytest.raises(BadRequest, match=rf"main \(\w{{7}}\): cannot do what is asked(?s:.)*{told}"):
         snapshot(top).check([f"say={say}"])
 
 

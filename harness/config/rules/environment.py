@@ -62,7 +62,7 @@ def torch_is_installed(request: Request) -> Iterator[Violation]:
     c = request.config
     here = c.cluster.backend is Backend.local and not c.launch.dry_run
     if here and importlib.util.find_spec("torch") is None:
-        yield Violation("cluster.backend=local", f"{sys.executable} lacks torch", fix=interpreter.remedy())
+        yield Violation("cluster.backend=local", f"{sys.executable} lacks torch", fix=interpreter.REMEDY)
 
 
 @rule()
