@@ -27,7 +27,7 @@ import os
 
 import matplotlib.pyplot as plt
 
-from analysis import drawing, judge, load, plot
+from analysis import judge, load, plot
 
 STORE = os.environ.get("STORE", "runs")
 STUDY = os.environ.get("STUDY", "parity_pair")
@@ -70,7 +70,7 @@ steps = load.steps(study.runs["path"])
 if len(steps):
     figure, ax = plt.subplots(figsize=(8, 4.4), layout="constrained")
     plot.losses(steps, ax, study.styles)
-    drawing.legend(ax, columns=2)
+    plot.legend(ax, columns=2)
 else:
     print("No run has made a step yet.")
 
@@ -82,28 +82,11 @@ else:
 # %%
 apart, bounds = judge.differences(study), judge.bounds(study)
 if len(apart):
-    arms = list(dict.fromkeys(apart["run"]))
-    figure, every = drawing.panels(len(arms))
-    plot.each_difference(apart, bounds, every, study.styles)
+    figure, ax = plt.subplots(figsize=(8, 4.4), layout="constrained")
+    plot.differences(apart, ax, study.styles, bounds)
+    plot.legend(ax, columns=2)
 else:
     print("No run was judged, so there is no distance to show.")
-
-# %% [markdown]
-# ## Where the gradients lie
-#
-# Each dot is a parameter's gradient at step 1, before any update: the sharpest look at what an engine does.
-
-# %%
-gradients, allowed = judge.gradients(study)
-if len(gradients):
-    styles = {run: own for run, own in study.styles.items() if run in set(gradients["run"])}
-    figure, ax = drawing.bars(len(styles))
-    plot.gradient_distances(gradients, allowed, ax, styles)
-    farthest = gradients.assign(label=gradients["run"].map(study.label_of)).nlargest(5, "distance")
-    shown = ["label", "tensor", "distance", "scale_error"]
-    print(farthest[shown].to_string(index=False, float_format="{:.3g}".format))
-else:
-    print("No gradients were captured, or nothing was judged.")
 
 # %%
 plt.show()

@@ -25,7 +25,7 @@ import os
 
 import matplotlib.pyplot as plt
 
-from analysis import drawing, judge, load, plot
+from analysis import judge, load, plot
 
 STORE = os.environ.get("STORE", "runs")
 STUDY = os.environ.get("STUDY", "strategies")
@@ -54,13 +54,11 @@ for run in study.runs.itertuples():
 kept = load.memory(study.runs["path"])
 if len(kept):
     styles = {run: own for run, own in study.styles.items() if run in set(kept["run"])}
-    figure, ax = drawing.bars(len(styles))
-    plot.stacks(
-        kept, ax, styles, part="role", value="bytes", scale=drawing.MIB, unit="kept by rank 0 between steps (MiB)"
-    )
-    peaks = (study.runs.set_index("run")["peak_bytes"].dropna().astype(float) / drawing.MIB).to_dict()
+    figure, ax = plot.bars(len(styles))
+    plot.stacks(kept, ax, styles, part="role", value="bytes", scale=plot.MIB, unit="kept by rank 0 between steps (MiB)")
+    peaks = (study.runs.set_index("run")["peak_bytes"].dropna().astype(float) / plot.MIB).to_dict()
     plot.marks(peaks, ax, styles, "most within a step")
-    drawing.legend(ax)
+    plot.legend(ax)
 else:
     print("No run has said yet what it keeps: that is written when a run ends.")
 
@@ -71,9 +69,9 @@ else:
 sent = load.traffic(study.runs["path"])
 if len(sent):
     styles = {run: own for run, own in study.styles.items() if run in set(load.steps(study.runs["path"])["run"])}
-    figure, ax = drawing.bars(len(styles))
-    plot.stacks(sent, ax, styles, part="kind", value="bytes", scale=drawing.MIB, unit="sent by rank 0 in a step (MiB)")
-    drawing.legend(ax)
+    figure, ax = plot.bars(len(styles))
+    plot.stacks(sent, ax, styles, part="kind", value="bytes", scale=plot.MIB, unit="sent by rank 0 in a step (MiB)")
+    plot.legend(ax)
 else:
     print("No run has sent anything yet.")
 

@@ -26,7 +26,7 @@ import os
 
 import matplotlib.pyplot as plt
 
-from analysis import drawing, judge, load, plot, stats
+from analysis import judge, load, plot, stats
 
 STORE = os.environ.get("STORE", "runs")
 STUDY = os.environ.get("STUDY", "strategies")
@@ -52,7 +52,7 @@ warm = steps[steps["step"] > stats.WARM_UP]
 styles = {run: own for run, own in study.styles.items() if run in set(warm["run"])}
 if len(warm):
     times = 1e3 * warm.set_index("run")["step_time_s"].astype(float)
-    times = times.groupby("run", sort=False).describe().rename(study.label_of)
+    times = times.groupby("run", sort=False).describe().rename(study.labels)
     print(times.to_string(float_format="{:.1f}".format))
 else:
     print("No run has made a step after its warm-up yet.")
@@ -66,11 +66,11 @@ else:
 # %%
 parts = stats.parts(steps)
 if len(parts):
-    figure, ax = drawing.bars(len(styles))
+    figure, ax = plot.bars(len(styles))
     plot.stacks(parts, ax, styles, part="part", value="seconds", scale=1e-3, unit="time of a step (ms)")
     exposed = (1e3 * warm.groupby("run")["exposed_comm_s"].median()).to_dict()
     plot.marks(exposed, ax, styles, "of which waiting for collectives")
-    drawing.legend(ax)
+    plot.legend(ax)
 else:
     print("There is nothing to take apart yet.")
 

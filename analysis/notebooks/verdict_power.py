@@ -51,7 +51,7 @@ for sentence in table.loc[~table["verdict"].isin(["EQUAL", "EQUIVALENT"]), "sent
 evidence = judge.evidence(study)
 if len(evidence):
     nearest = evidence.sort_values("used", ascending=False).groupby("run", sort=False).head(3)
-    nearest = nearest.assign(label=nearest["run"].map(study.label_of))
+    nearest = nearest.assign(label=nearest["run"].map(study.labels))
     shown = ["label", "check", "step", "observed", "allowed", "used"]
     print(nearest[shown].to_string(index=False, float_format="{:.3g}".format))
 else:

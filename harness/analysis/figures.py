@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
@@ -15,7 +16,7 @@ from harness.analysis.judge import Study
 from harness.analysis.plot import COLOURS, CONTROL, MARKERS, MIB, Style
 from harness.store.rundir import RunDir
 
-PANELS, LINES, ROWS = 24, len(COLOURS) * len(MARKERS), 48
+LINES, ROWS = len(COLOURS) * len(MARKERS), 48
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,6 @@ class Drawn:
 def figures(study: Study) -> Iterator[Drawn]:
     steps = load.steps(study.runs["path"])
     yield from _curves(study, steps)
-    yield from _gradients(study)
     yield from _costs(study, steps)
 
 
@@ -38,25 +38,17 @@ def _curves(study: Study, steps: pd.DataFrame) -> Iterator[Drawn]:
         figure, ax = plt.subplots(figsize=(8, 4 + 0.1 * len(styles)), layout="constrained")
         plot.losses(steps[steps["run"].isin(styles)], ax, styles)
         plot.legend(ax, columns=2)
-        yield Drawn("Loss", f"The loss of each run.{_cut(every, styles)}", figure)
+        yield Drawn("Loss", f"The loss of each run.{_gaps(steps['loss'])}{_cut(every, styles)}", figure)
     apart, bounds = judge.differences(study), judge.bounds(study)
     if len(apart):
-        every, shown = _every_and_some(study, apart, PANELS)
+        every, shown = _every_and_some(study, apart, LINES)
         apart, bounds = (frame[frame["run"].isin(shown)] for frame in (apart, bounds))
-        figure, panels = plot.panels(len(shown))
-        plot.each_difference(apart, bounds, panels, study.styles)
-        caption = f"Each arm's loss against its control's, and how far rounding may drive them.{_cut(every, shown)}"
+        figure, ax = plt.subplots(figsize=(8, 4 + 0.1 * len(shown)), layout="constrained")
+        plot.differences(apart, ax, study.styles, bounds)
+        plot.legend(ax, columns=2)
+        caption = "Each arm's loss against its control's, and dashed how far rounding may drive them."
+        caption += _gaps(apart["difference"]) + _cut(every, shown)
         yield Drawn("Distance to the control", caption, figure)
-
-
-def _gradients(study: Study) -> Iterator[Drawn]:
-    gradients, allowed = judge.gradients(study)
-    if len(gradients):
-        every, shown = _every_and_some(study, gradients, ROWS)
-        figure, ax = plot.bars(len(shown))
-        plot.gradient_distances(gradients, allowed, ax, shown)
-        caption = f"Every parameter's gradient at step 1, before any update.{_cut(every, shown)}"
-        yield Drawn("Gradients", caption, figure)
 
 
 def _costs(study: Study, steps: pd.DataFrame) -> Iterator[Drawn]:
@@ -92,6 +84,11 @@ def _every_and_some(study: Study, frame: pd.DataFrame, most: int) -> tuple[dict[
     ranked = sorted(every, key=lambda run: (every[run].colour != CONTROL, run not in failed))
     kept = set(ranked[:most])
     return every, {run: own for run, own in every.items() if run in kept}
+
+
+def _gaps(values: pd.Series) -> str:
+    count = int((~np.isfinite(values.astype(float))).sum())
+    return f" {count} values are no finite numbers and leave gaps." if count else ""
 
 
 def _cut(every: Mapping[str, Style], shown: Mapping[str, Style]) -> str:

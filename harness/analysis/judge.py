@@ -20,8 +20,6 @@ from harness.store.study import read_study
 
 NO_STUDY = "these runs were not asked for as a study, so that none is held against another; --control RUN says which"
 
-GRADIENTS = "gradient distance"
-
 
 @dataclass(frozen=True, eq=False)
 class Study:
@@ -36,10 +34,6 @@ class Study:
         return [arm for arm in (self.verdict.arms if self.verdict else ()) if arm.tier != "T0"]
 
     @cached_property
-    def done(self) -> pd.DataFrame:
-        return self.runs[self.runs["state"] == "done"]
-
-    @cached_property
     def incomplete(self) -> str:
         states = self.runs["state"].value_counts()
         counts = ", ".join(f"{count} {state}" for state, count in states.items() if state != "done")
@@ -50,22 +44,20 @@ class Study:
             found.append("No arm could be held against its control.")
         return " ".join(found)
 
-    def label(self, path: Path | str) -> str:
-        found = self.runs.loc[self.runs["path"] == str(path), "label"]
-        return str(found.iloc[0]) if len(found) else Path(path).name
+    @cached_property
+    def labels(self) -> dict[str, str]:
+        """Label by `run`."""
+        return {str(row.run): str(row.label) for row in self.runs.itertuples()}
 
-    def label_of(self, run: str) -> str:
-        found = self.runs.loc[self.runs["run"] == run, "label"]
-        return str(found.iloc[0]) if len(found) else run
+    def label(self, path: Path | str) -> str:
+        return self.labels.get(RunDir(Path(path)).name, Path(path).name)
 
     @cached_property
     def styles(self) -> dict[str, Style]:
-        controls = {str(arm.control) for arm in (self.verdict.arms if self.verdict else ())}
-        ordered = [*self.runs[~self.runs["path"].isin(controls)].itertuples()]
-        ordered += [*self.runs[self.runs["path"].isin(controls)].itertuples()]
-        names = {str(run.run): str(run.label) for run in ordered}
-        only = RunDir(Path(next(iter(controls)))).name if len(controls) == 1 else None
-        return plot.style(names, only)
+        controls = {RunDir(Path(arm.control)).name for arm in (self.verdict.arms if self.verdict else ())}
+        ordered = sorted(self.labels, key=controls.__contains__)
+        only = next(iter(controls)) if len(controls) == 1 else None
+        return plot.style({run: self.labels[run] for run in ordered}, only)
 
 
 def study(root: Path | str, name: str, *, sources: str | None = CHECKOUT, verdict: StudyVerdict | None = None) -> Study:
@@ -109,20 +101,18 @@ def verdicts(of: Study) -> pd.DataFrame:
     `used` its share of its bound (1 is the bound). `resolution` is the smallest
     detectable relative error in the scale of all gradients.
     """
+    names = ["run", "label", "control", "verdict", "tier", "used", "check", "resolution", "sentence"]
     rows = [
-        (
-            RunDir(Path(arm.arm)).name,
-            of.label(arm.arm),
-            of.label(arm.control),
-            arm.outcome.value,
-            arm.tier,
-            *used(arm),
-            arm.resolution,
-            arm.sentence,
-        )
+        {
+            **vars(arm),
+            "run": RunDir(Path(arm.arm)).name,
+            "label": of.label(arm.arm),
+            "control": of.label(arm.control),
+            "verdict": arm.outcome.value,
+            **dict(zip(("used", "check"), used(arm), strict=True)),
+        }
         for arm in (of.verdict.arms if of.verdict else ())
     ]
-    names = ["run", "label", "control", "verdict", "tier", "used", "check", "resolution", "sentence"]
     return pd.DataFrame(rows, columns=names)
 
 
@@ -132,14 +122,13 @@ def evidence(of: Study) -> pd.DataFrame:
     Columns `run`, `tier`, `check`, `step`, `tensor`, `observed`, `allowed`, `used` (observed / allowed), `count` of
     such checks, `grade`.
     """
-    facts = ("tier", "check", "step", "tensor", "observed", "allowed", "ratio", "count")
-    rows = [
-        (RunDir(Path(arm.arm)).name, *(getattr(finding, name) for name in facts), finding.grade.value)
-        for arm in of.compared
-        for finding in arm.evidence
-        if not isinstance(finding.observed, str) and not isinstance(finding.allowed, str)
-    ]
     names = ["run", "tier", "check", "step", "tensor", "observed", "allowed", "used", "count", "grade"]
+    rows = [
+        {**vars(each), "run": RunDir(Path(arm.arm)).name, "used": each.ratio, "grade": each.grade.value}
+        for arm in of.compared
+        for each in arm.evidence
+        if not isinstance(each.observed, str) and not isinstance(each.allowed, str)
+    ]
     return pd.DataFrame(rows, columns=names)
 
 
@@ -157,16 +146,3 @@ def differences(of: Study) -> pd.DataFrame:
     """Loss of every compared arm against its control: `run`, `step`, `difference` (signed, relative)."""
     found = [stats.against(load.steps([arm.control, arm.arm]), RunDir(Path(arm.control)).name) for arm in of.compared]
     return pd.concat(found) if found else pd.DataFrame(columns=["run", "step", "difference"])
-
-
-def gradients(of: Study) -> tuple[pd.DataFrame, dict[str, float]]:
-    """Distances of gradients at step 1 (`load.gradients`), and the largest that rounding explains, by run."""
-    found = [load.gradients(arm.arm, arm.control) for arm in of.compared]
-    allowed = {
-        RunDir(Path(arm.arm)).name: float(row.allowed)
-        for arm in of.compared
-        for row in arm.evidence
-        if row.check == GRADIENTS and row.step == 1
-    }
-    frame = pd.concat(found) if found else pd.DataFrame(columns=["run", "tensor", "distance"])
-    return frame, allowed

@@ -168,22 +168,3 @@ def memory(paths: Iterable[Path | str]) -> pd.DataFrame:
 def _memory(run: RunDir) -> list[tuple[str, str, int]]:
     kept = (read_summary(run) or {}).get("accounted_bytes") or {}
     return [(run.name, role.replace("_", " "), num_bytes) for role, num_bytes in kept.items()]
-
-
-def gradients(arm: Path | str, control: Path | str, step: int = 1) -> pd.DataFrame:
-    """One row a parameter: relative distance of two runs' captured gradients of a step.
-
-    Columns `run` (the arm's), `tensor`, `numel`, `norm`, `distance`, `scale_error`, `standard_error`; empty where a
-    capture is missing.
-    """
-    from harness.parity.record import load
-    from harness.parity.tiers.gradients import compared
-
-    for path in (arm, control):
-        checksums.demand(Path(path))
-    left, right = load(Path(arm)), load(Path(control))
-    pairs = (
-        compared(left.captures[step], right.captures[step]) if step in left.captures and step in right.captures else ()
-    )
-    rows = [(left.name, p.name, p.numel, p.norm, p.distance, p.b, p.standard_error) for p in pairs]
-    return pd.DataFrame(rows, columns=["run", "tensor", "numel", "norm", "distance", "scale_error", "standard_error"])

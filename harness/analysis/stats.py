@@ -47,8 +47,7 @@ def parts(steps: pd.DataFrame, warm_up: int = WARM_UP) -> pd.DataFrame:
 
 def interval(hits: int, of: int, outside: float = 0.05) -> Sequence[float]:
     """Two-sided interval of a share (Clopper and Pearson, Biometrika 26, 1934)."""
-    from scipy.special import betaincinv
+    from scipy.stats import binomtest
 
-    low = float(betaincinv(hits, of - hits + 1, outside / 2)) if hits else 0.0
-    high = float(betaincinv(hits + 1, of - hits, 1 - outside / 2)) if hits < of else 1.0
-    return low, high
+    found = binomtest(hits, of).proportion_ci(1 - outside, "exact")
+    return float(found.low), float(found.high)

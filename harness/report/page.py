@@ -16,7 +16,6 @@ from matplotlib.figure import Figure
 
 from harness.analysis.figures import figures
 from harness.analysis.judge import Study
-from harness.analysis.plot import quietly
 from harness.report.contents import Contents
 
 FOLDER = Path(__file__).parent
@@ -53,7 +52,7 @@ class Picture:
 
 
 def pictures(study: Study) -> list[Picture]:
-    with mpl.rc_context({"svg.hashsalt": "report", "figure.dpi": 96}), quietly():
+    with mpl.rc_context({"svg.hashsalt": "report", "figure.dpi": 96}):
         return [Picture(each.title, each.caption, _svg(each.figure)) for each in figures(study)]
 
 

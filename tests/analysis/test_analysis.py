@@ -108,15 +108,6 @@ def test_a_hidden_excess_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert exceeding(steps) != [{"run": "a", "part": "other", "seconds": 2.0}]
 
 
-def test_gradients_are_held_against_the_control(store: Path) -> None:
-    runs = load.runs(store, "lab").set_index("dtype")
-    control = load.runs(store, "lab").query("engine == 'ddp'")["path"].iloc[0]
-    table = load.gradients(runs.loc["bf16_comm", "path"], control)
-    assert len(table) == 8
-    assert table["distance"].between(1e-4, 1e-2).all()
-    assert load.gradients(runs.loc["bf16_comm", "path"], control, step=2).empty
-
-
 def test_plots_draw_what_they_are_given(store: Path) -> None:
     runs = load.runs(store, "lab")
     steps = load.steps(runs["path"])
@@ -125,7 +116,7 @@ def test_plots_draw_what_they_are_given(store: Path) -> None:
     assert len(left.lines) == 3
     assert left.lines[0].get_ydata()[0] == steps["loss"].iloc[0]
     plot.differences(stats.against(steps, named(runs, "ddp")), right)
-    assert right.get_yscale() == "log"
+    assert right.get_yscale() == "symlog"
     assert {"#0072B2", "#D55E00"} <= {line.get_color() for line in right.lines}, "an arm each"
     plt.close(figure)
 
@@ -136,24 +127,13 @@ def test_zero_is_drawn_as_zero_and_a_bound_in_the_colour_of_its_arm() -> None:
     figure, ax = plt.subplots()
     plot.differences(frame, ax, plot_module.style({"a": "an arm"}), bounds)
     figure.canvas.draw()
-    bound, some, zero, broken = ax.lines[:4]
+    some, bound = ax.lines
     assert bound.get_linestyle() == "--"
-    assert {line.get_color() for line in (bound, some)} == {zero.get_markeredgecolor()} == {plot_module.COLOURS[0]}
-    assert [value for value in some.get_ydata() if value == value] == [1e-6]
-    assert list(zero.get_xdata()) == [1, 3]
-    assert list(broken.get_xdata()) == [4]
-    named = {text.get_text(): place for place, text in zip(ax.get_yticks(), ax.get_yticklabels(), strict=True)}
-    assert named["0"] == zero.get_ydata()[0] < 1e-6, "what is zero stands where the axis says 0"
-    assert ax.get_ylim()[0] < named["0"]
-    plt.close(figure)
-
-
-def test_an_axis_of_nothing_but_zeros_says_so() -> None:
-    frame = pd.DataFrame({"run": ["a"] * 2, "step": [1, 2], "difference": [0.0, 0.0]})
-    figure, ax = plt.subplots()
-    plot.differences(frame, ax)
-    figure.canvas.draw()
-    assert "0" in [text.get_text() for text in ax.get_yticklabels()]
+    assert {line.get_color() for line in (bound, some)} == {plot_module.COLOURS[0]}
+    assert [*some.get_ydata()[:3]] == [0.0, 1e-6, 0.0]
+    assert ax.get_ylim()[0] == 0.0
+    heights = ax.transData.transform([(1, 0.0), (1, 1e-6), (1, 1e-5)])[:, 1]
+    assert heights[2] - heights[1] > 0.2 * ax.get_window_extent().height, "a decade has room above the smallest"
     plt.close(figure)
 
 
@@ -172,28 +152,21 @@ def test_names_that_look_like_mathematics_are_drawn_as_they_stand() -> None:
 LONG = "a_policy_with_a_name_that_nobody_would_type_" * 3
 
 
-@pytest.mark.parametrize("drawn", ["rows", "panels", "legend"])
+@pytest.mark.parametrize("drawn", ["rows", "legend"])
 def test_long_names_stay_inside_and_apart(drawn: str) -> None:
     """They pushed the axes out of the figure, and lay over each other."""
     labels = {"a": f"optim, {LONG}1, seed 1", "b": f"optim, {LONG}2, seed 1", "c": "short"}
     styles = plot_module.style(labels)
-    frame = pd.DataFrame({"run": list("abc"), "step": 1, "loss": 1.0, "difference": 1e-6, "distance": 1e-6})
+    frame = pd.DataFrame({"run": list("abc"), "step": 1, "loss": 1.0, "part": "forward", "seconds": 1.0})
     if drawn == "rows":
         figure, ax = plot_module.bars(3)
-        plot.gradient_distances(frame, {}, ax, styles)
-    elif drawn == "panels":
-        figure, every = plot_module.panels(3)
-        plot.each_difference(frame, pd.DataFrame(columns=["run", "step", "allowed"]), every, styles)
+        plot.stacks(frame, ax, styles, part="part", value="seconds", scale=1.0, unit="s")
     else:
         figure, ax = plt.subplots(figsize=(8, 4), layout="constrained")
         plot.losses(frame, ax, styles)
         plot_module.legend(ax, columns=2)
     figure.canvas.draw()
-    texts = {
-        "rows": lambda: figure.axes[0].get_yticklabels(),
-        "panels": lambda: [ax.title for ax in figure.axes],
-        "legend": lambda: figure.legends[0].get_texts(),
-    }[drawn]()
+    texts = figure.axes[0].get_yticklabels() if drawn == "rows" else figure.legends[0].get_texts()
     boxes = [text.get_window_extent() for text in texts]
     assert len({text.get_text() for text in texts}) == 3
     for place, box in enumerate(boxes):
@@ -201,13 +174,6 @@ def test_long_names_stay_inside_and_apart(drawn: str) -> None:
         assert not [other for other in boxes[place + 1 :] if box.overlaps(other)]
     assert figure.axes[0].get_window_extent().width > 0.2 * figure.bbox.width
     plt.close(figure)
-
-
-def test_labels_that_are_cut_alike_are_numbered_and_others_stand() -> None:
-    middle = {run: f"{'x' * 30}{run}{'y' * 30}" for run in "ab"}
-    found = plot_module.style({**middle, "c": "optim, bf16"})
-    assert found["a"].label != found["b"].label
-    assert found["c"].label == "optim, bf16"
 
 
 def test_one_step_stands_on_a_whole_number_with_its_bound() -> None:
@@ -220,22 +186,25 @@ def test_one_step_stands_on_a_whole_number_with_its_bound() -> None:
     for ax in (above, below):
         low, high = ax.get_xlim()
         assert {place for place in ax.get_xticks() if low <= place <= high} <= {0, 1, 2}
-        assert [line.get_marker() for line in ax.lines if len(line.get_xdata()) == 1].count("None") == 0
+        assert not [line for line in ax.lines if len(line.get_xdata()) == 1 and line.get_marker() in ("None", "")]
     plt.close(figure)
 
 
-def test_what_is_not_a_number_is_a_cross_that_is_explained() -> None:
-    nan, inf = float("nan"), float("inf")
-    frame = pd.DataFrame({"run": "a", "step": [1, 2], "loss": [nan, inf], "distance": [nan, 1e-3]})
-    styles = plot_module.style({"a": "arm"})
-    figure, (curve, dots) = plt.subplots(2)
-    plot.losses(frame, curve, styles)
-    assert [text.get_text() for text in curve.legend().get_texts()] == ["arm", "not a number"]
-    assert len(curve.get_yticks()) == 0, "a scale would be an invention"
-    plot.gradient_distances(frame, {}, dots, styles)
-    assert [len(line.get_xdata()) for line in dots.lines if line.get_marker() == "x"] == [1]
-    assert "x: not a finite number" in dots.get_xlabel()
+def test_bars_are_stacked_in_the_order_of_the_styles() -> None:
+    frame = pd.DataFrame({"run": ["b", "b", "a"], "part": ["x", "y", "x"], "bytes": [1, 2, 4]})
+    figure, ax = plot_module.bars(3)
+    styles = plot_module.style({"a": "A", "b": "B", "c": "C"})
+    plot.stacks(frame, ax, styles, part="part", value="bytes", scale=2.0, unit="two")
+    assert [text.get_text() for text in ax.get_yticklabels()] == ["A", "B", "C"]
+    found = {(round(bar.get_y() + bar.get_height() / 2), bar.get_x(), bar.get_width()) for bar in ax.patches}
+    assert found == {(0, 0.0, 2.0), (0, 2.0, 0.0), (1, 0.0, 0.5), (1, 0.5, 1.0), (2, 0.0, 0.0)}
     plt.close(figure)
+
+
+def test_what_is_not_a_number_is_counted_in_the_caption() -> None:
+    values = pd.Series([float("nan"), 1.0, float("inf"), None])
+    assert figures._gaps(values) == " 3 values are no finite numbers and leave gaps."
+    assert figures._gaps(pd.Series([1.0])) == ""
 
 
 MUTANTS = {
@@ -243,21 +212,23 @@ MUTANTS = {
         lambda: test_long_names_stay_inside_and_apart("rows"),
         Slip(plot_module, "LONGEST", "", lambda _: 1000, "A long name pushes the axes out of the figure"),
     ),
-    "cut alike": (
-        test_labels_that_are_cut_alike_are_numbered_and_others_stand,
-        Slip(plot_module, "shortened", "seen[text] > 1", "False", "Two long names are cut to the same one"),
-    ),
     "a step between numbers": (
         test_one_step_stands_on_a_whole_number_with_its_bound,
         Slip(plot_module, "over_steps", "integer=True, min_n_ticks=1", "", "Ticks stand between whole steps"),
     ),
-    "no cross": (
-        test_what_is_not_a_number_is_a_cross_that_is_explained,
-        Slip(plot_module, "_not_numbers", "if len(broken)", "if False", "NaN is drawn as if it had not been there"),
+    "gaps of infinity": (
+        test_what_is_not_a_number_is_counted_in_the_caption,
+        Slip(
+            figures,
+            "_gaps",
+            "~np.isfinite(values.astype(float))",
+            "values.isna()",
+            "A loss of infinity is a gap unsaid",
+        ),
     ),
-    "an invented scale": (
-        test_what_is_not_a_number_is_a_cross_that_is_explained,
-        Slip(plot_module, "_mind_numbers", "if len(values)", "if False and len(values)", "NaN alone gets a scale"),
+    "stacks in any order": (
+        test_bars_are_stacked_in_the_order_of_the_styles,
+        Slip(plot_module, "stacks", ".reindex(list(styles))", "", "A bar stands beside another run's name"),
     ),
     "zero by zero": (
         lambda: test_two_losses_of_zero_do_not_differ(),
@@ -286,7 +257,7 @@ def test_two_losses_of_zero_do_not_differ() -> None:
 
 def test_a_picture_of_some_runs_shows_the_control_and_what_failed(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first 48 of 60 were drawn: without the control, which stands last, and whatever failed after them."""
-    for name in ("PANELS", "LINES", "ROWS"):
+    for name in ("LINES", "ROWS"):
         monkeypatch.setattr(f"harness.analysis.figures.{name}", 2)
     study = judge.study(store, "lab")
     assert study.verdict is not None
@@ -299,7 +270,7 @@ def test_a_picture_of_some_runs_shows_the_control_and_what_failed(store: Path, m
             shown = {line.get_label() for line in drawn.figure.axes[0].lines}
             assert shown == {study.styles[run].label for run in wanted}
         few = " 2 of 3 runs are shown; those that did not pass come first."
-        assert drawn.caption.endswith(few) == (drawn.title != "Distance to the control" and drawn.title != "Gradients")
+        assert drawn.caption.endswith(few) == (drawn.title != "Distance to the control")
         plt.close(drawn.figure)
 
 

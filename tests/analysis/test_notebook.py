@@ -29,7 +29,7 @@ import matplotlib.pyplot as plt
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "analysis" / "notebooks"
-NOTEBOOKS = {"loss_parity": 3, "step_time": 1, "memory_and_bytes": 2, "verdict_power": 0}
+NOTEBOOKS = {"loss_parity": 2, "step_time": 1, "memory_and_bytes": 2, "verdict_power": 0}
 """How many pictures each draws of a study that is whole."""
 
 

@@ -41,10 +41,6 @@ def _zoom(run: Path) -> str:
     return refusal(lambda: render.zoom(run, run, "head.norm.weight"))
 
 
-def _gradients(run: Path) -> str:
-    return refusal(lambda: tables.gradients(run, run))
-
-
 def _table(run: Path) -> str:
     row = tables.runs(run.parents[1]).iloc[0]
     return str(row.reason) if row.state == "damaged" else ""
@@ -131,7 +127,6 @@ READERS: dict[str, tuple[Callable[[Path], str], str, Slip]] = {
     ),
     "resume": (_resumed, TOLD, Slip(opening, "_obstacle", "else checksums.damage(run.path)", "else {}")),
     "--tensor": (_zoom, TOLD, Slip(render, "zoom", "checksums.demand(Path(path))", "pass")),
-    "gradients": (_gradients, TOLD, Slip(tables, "gradients", "checksums.demand(Path(path))", "pass")),
     "requeue": (_requeued, TOLD, Slip(Reporter, "started", "checksums.demand(self.run)", "pass")),
 }
 """Readers beside a verdict, what each says of a damaged run, and each as if it did not ask."""
