@@ -23,6 +23,8 @@ MARKERS = "os^Dv"
 CONTROL = "#000000"
 MIB = 2**20
 LONGEST = 40
+LETTERS = "\u0530"
+"""First letter that matplotlib's own font lacks; it would warn for each one."""
 
 
 class Style(NamedTuple):
@@ -44,7 +46,9 @@ def style(labels: Mapping[str, str], control: str | None = None) -> dict[str, St
 
 def plain(text: object) -> str:
     """Text of a label as it stands: no mathematics, no legend's hidden name, at most `LONGEST` characters."""
-    cut = shorten("".join(letter if letter.isprintable() else "?" for letter in str(text)), LONGEST)
+    cut = shorten(
+        "".join(letter if letter.isprintable() and letter < LETTERS else "?" for letter in str(text)), LONGEST
+    )
     return f"{' ' * cut.startswith('_')}{cut}".replace("$", r"\$")
 
 

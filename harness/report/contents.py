@@ -7,30 +7,71 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from harness.analysis.judge import Study, verdicts
 from harness.config.words import ask_again
+from harness.parity import Verdict
 from harness.parity.outcome import percent
 from harness.parity.telling.wording import OUTCOMES
-from harness.store import checksums, commands, provenance
+from harness.store import commands, provenance
 from harness.store.errors import StoreError
 from harness.store.failure import REPORT
 from harness.store.markdown import code, escaped, fenced, folded, rows
 from harness.store.reading import read_text
-from harness.store.rundir import RunDir, flatten
+from harness.store.rundir import RunDir
 from harness.store.screen import mib, ms
 from harness.store.study import read_study
 
-MOST_LINES = 60
-
-
-Column = Callable[[Any], str]
-"""Cell of a row."""
+Columns = Sequence[tuple[str, str, Callable[[Any], str]]]
+"""Head, attribute of a row, and text of a finite number."""
+INTEGER, SIZE = "{:.0f}".format, "{:.2e}".format
+VERDICTS: Columns = (
+    ("arm", "label", str),
+    ("control", "control", str),
+    ("verdict", "verdict", str),
+    ("tier", "tier", str),
+    ("of the bound", "used", percent),
+    ("farthest out", "check", str),
+    ("smallest error seen", "resolution", percent),
+)
+RUNS: Columns = (
+    ("run", "label", str),
+    ("state", "state", str),
+    ("steps", "steps_done", INTEGER),
+    ("of", "steps", INTEGER),
+    ("loss", "final_loss", "{:.6g}".format),
+    ("held out", "held_out_loss", "{:.6g}".format),
+    ("gradient norm", "final_grad_norm", "{:.4g}".format),
+    ("ms/step", "step_time_s", ms),
+    ("exposed ms", "exposed_comm_s", ms),
+    ("tokens/s", "tokens_per_s", INTEGER),
+    ("TFLOP/s", "tflops_per_rank", "{:.3g}".format),
+    ("MFU", "mfu", "{:.1%}".format),
+    ("kept MiB", "accounted_bytes", mib),
+    ("planned", "planned_kept_bytes", mib),
+    ("peak MiB", "peak_bytes", mib),
+    ("planned peak", "planned_peak_bytes", mib),
+    ("sent MiB", "sent_bytes", mib),
+    ("planned sent", "planned_sent_bytes", mib),
+    ("reason", "why", str),
+)
+EVIDENCE: Columns = (
+    ("tier", "tier", str),
+    ("check", "check", str),
+    ("step", "step", INTEGER),
+    ("tensor", "tensor", str),
+    ("observed", "observed", SIZE),
+    ("allowed", "allowed", SIZE),
+    ("of", "count", INTEGER),
+    ("grade", "grade", str),
+)
+ORIGIN: Columns = (("run", "label", str), ("state", "state", str), ("commit", "commit", str), ("again", "again", str))
 
 
 @dataclass(frozen=True)
@@ -40,37 +81,34 @@ class Table:
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
 
+    @classmethod
+    def of(cls, title: str, caption: str, columns: Columns, found: Iterable[Any]) -> Table:
+        """Columns without an entry are left out."""
+        cells = [[_cell(getattr(row, name), shown) for _, name, shown in columns] for row in found]
+        kept = [place for place in range(len(columns)) if any(row[place] for row in cells)]
+        return cls(
+            title, caption, [columns[place][0] for place in kept], [[row[place] for place in kept] for row in cells]
+        )
 
-@dataclass(frozen=True)
-class Arm:
-    label: str
-    sentence: str
-    passed: bool
-    evidence: Table
-    commands: Sequence[str]
 
-
-@dataclass(frozen=True)
-class Failure:
-    label: str
-    state: str
-    reason: str
-    error: str
-    """`error.txt` of the newest attempt; may be empty."""
+def _cell(value: Any, shown: Callable[[Any], str]) -> str:
+    value = value.value if isinstance(value, Enum) else value
+    if value is None or value != value:
+        return ""
+    return str(value) if isinstance(value, str | bool) or not math.isfinite(value) else shown(float(value))
 
 
 @dataclass(frozen=True)
 class Contents:
-    study: str
-    question: str
+    study: Study
     outcome: str
     meaning: str
-    incomplete: str
     tables: Sequence[Table]
-    seeds: Sequence[str]
-    arms: Sequence[Arm]
-    failures: Sequence[Failure]
-    origin: Origin
+    arms: Sequence[tuple[Verdict, str, Table]]
+    """Each with its sentence, in which runs have their labels, and its evidence."""
+    failures: Sequence[tuple[Any, str]]
+    """Rows of runs, with the `error.txt` of the newest attempt; it may be empty."""
+    origin: Table
     commands: Sequence[str]
     made: str
 
@@ -79,21 +117,33 @@ def contents(study: Study, root: Path | str, command: str) -> Contents:
     """Args: study: from `harness.analysis.judge.study`. root: its store, as given. command: command line of the
     report."""
     judged = study.verdict if study.verdict and study.verdict.arms else None
-    outcome = judged.outcome if judged else None
+    again = [commands.request(f"--from {shlex.quote(path)}") for path in study.runs["path"]]
+    why = study.runs["leaves_plan"].where(study.runs["state"] == "done", study.runs["reason"])
+    runs = list(study.runs.assign(again=again, why=why).itertuples())
     return Contents(
-        study=study.name,
-        question=study.question,
-        outcome=outcome.value if outcome else "NOT JUDGED",
-        meaning=OUTCOMES[outcome] if outcome else "There is no arm that could be held against a control.",
-        incomplete=study.incomplete,
-        tables=[table for table in (_verdicts(study), _runs(study)) if table.rows],
-        seeds=[named(study, each.sentence) for each in (study.verdict.seeds if study.verdict else ())],
-        arms=_arms(study),
-        failures=_failures(study),
-        origin=origins(study),
-        commands=_commands(study.name, root, command),
+        study=study,
+        outcome=judged.outcome.value if judged else "NOT JUDGED",
+        meaning=OUTCOMES[judged.outcome] if judged else "There is no arm that could be held against a control.",
+        tables=[table for table in (_verdicts(study), Table.of("Runs", MEASURED, RUNS, runs)) if table.rows],
+        arms=list(_arms(study)),
+        failures=[(row, _error(row.path)) for row in runs if row.state not in GOES_ON],
+        origin=Table.of("Provenance", "", ORIGIN, runs),
+        commands=[*([ask_again(root, study.name)] if read_study(Path(root), study.name) else []), command],
         made=_made(),
     )
+
+
+GOES_ON = ("done", "queued", "running", "not started")
+MEASURED = (
+    "ms/step: median without warm-up. Exposed: the part of it for which rank 0 stood still for collectives, where the "
+    "engine tells. Kept: between steps, by the account of rank 0's engine. Peak: tensor storage within a step, where "
+    "measured. Sent: by rank 0 in a step. Times of runs that were not interleaved (measure=bench) do not rank arms."
+)
+JUDGED = (
+    "Farthest out: the check that is farthest beside the most that clean pairs show of it, and how much of what "
+    "rounding explains it used up (of the bound). Smallest error seen: the relative error in the scale of all gradients "
+    "from which on this pair would have been called DIFFERENT."
+)
 
 
 def _made() -> str:
@@ -103,210 +153,33 @@ def _made() -> str:
     return f"{datetime.now(UTC).isoformat(timespec='seconds')} by harness {version}{commit}"
 
 
-def _commands(name: str, root: Path | str, command: str) -> list[str]:
-    return [*([ask_again(root, name)] if read_study(Path(root), name) else []), command]
-
-
 def _verdicts(study: Study) -> Table:
     found = verdicts(study)
-    caption = (
-        "Farthest out: the check that is farthest beside the most that clean pairs show of it, and how much of what "
-        "rounding explains it used up (of the bound). Smallest "
-        "error seen: the relative error in the scale of all gradients from which on this pair would have been called "
-        "DIFFERENT."
-    )
-    if found["control"].nunique() == 1:
-        columns = {name: column for name, column in VERDICTS.items() if name != "control"}
-        return _table("Verdicts", f"Control: {found['control'].iloc[0]}. {caption}", columns, found.itertuples())
-    return _table("Verdicts", f"Each arm against its control. {caption}", VERDICTS, found.itertuples())
+    one = found["control"].nunique() == 1
+    begin = f"Control: {found['control'].iloc[0]}." if one else "Each arm against its control."
+    columns = [column for column in VERDICTS if column[0] != "control" or not one]
+    return Table.of("Verdicts", f"{begin} {JUDGED}", columns, found.itertuples())
 
 
 def named(study: Study, sentence: str) -> str:
-    for row in study.runs.itertuples():
-        sentence = sentence.replace(row.run, row.label)
+    for run, label in study.labels.items():
+        sentence = sentence.replace(run, label)
     return sentence
 
 
-def _runs(study: Study) -> Table:
-    caption = (
-        "ms/step: median without warm-up. Exposed: the part of it for which rank 0 stood still for collectives, where "
-        "the engine tells. Kept: between steps, by the account of rank 0's engine. Peak: tensor storage within a step, "
-        "where it was measured. Sent: by rank 0 in a step. Times of runs that were not interleaved (measure=bench) do "
-        "not rank arms."
-    )
-    return _filled(_table("Runs", caption, RUNS, study.runs.itertuples()))
-
-
-def _filled(table: Table) -> Table:
-    kept = [place for place in range(len(table.head)) if any(row[place] for row in table.rows)]
-    rows = [[row[place] for place in kept] for row in table.rows]
-    return replace(table, head=[table.head[place] for place in kept], rows=rows)
-
-
-def _table(title: str, caption: str, columns: Mapping[str, Column], rows: Iterable[Any]) -> Table:
-    return Table(title, caption, tuple(columns), [[column(row) for column in columns.values()] for row in rows])
-
-
-def text(value: Any) -> str:
-    return "" if value is None or value != value else str(value)
-
-
-def number(value: Any, shown: Callable[[float], str]) -> str:
-    if value is None or isinstance(value, str | bool) or not math.isfinite(value):
-        return text(value)
-    return shown(float(value))
-
-
-def _of(name: str, shown: Callable[[float], str] | None = None) -> Column:
-    return lambda row: text(getattr(row, name)) if shown is None else number(getattr(row, name), shown)
-
-
-def _steps(row: Any) -> str:
-    done, of = (number(each, "{:.0f}".format) for each in (row.steps_done, row.steps))
-    return f"{done}/{of}" if done and of else done
-
-
-def _size(value: float | str) -> str:
-    return value if isinstance(value, str) else f"{value:.2e}"
-
-
-VERDICTS: Mapping[str, Column] = {
-    "arm": _of("label"),
-    "control": _of("control"),
-    "verdict": _of("verdict"),
-    "tier": _of("tier"),
-    "of the bound": _of("used", percent),
-    "farthest out": _of("check"),
-    "smallest error seen": _of("resolution", percent),
-}
-RUNS: Mapping[str, Column] = {
-    "run": _of("label"),
-    "state": _of("state"),
-    "steps": _steps,
-    "loss": _of("final_loss", "{:.6g}".format),
-    "held out": _of("held_out_loss", "{:.6g}".format),
-    "gradient norm": _of("final_grad_norm", "{:.4g}".format),
-    "ms/step": _of("step_time_s", ms),
-    "exposed ms": _of("exposed_comm_s", ms),
-    "tokens/s": _of("tokens_per_s", "{:.0f}".format),
-    "TFLOP/s": _of("tflops_per_rank", "{:.3g}".format),
-    "MFU %": _of("mfu", lambda value: f"{100 * value:.1f}"),
-    "kept MiB": _of("accounted_bytes", mib),
-    "planned": _of("planned_kept_bytes", mib),
-    "peak MiB": _of("peak_bytes", mib),
-    "planned peak": _of("planned_peak_bytes", mib),
-    "sent MiB": _of("sent_bytes", mib),
-    "planned sent": _of("planned_sent_bytes", mib),
-    "reason": lambda row: text(row.leaves_plan if row.state == "done" else row.reason),
-}
-EVIDENCE: Mapping[str, Column] = {
-    "tier": _of("tier"),
-    "check": _of("check"),
-    "step": _of("step", "{:.0f}".format),
-    "tensor": _of("tensor"),
-    "observed": lambda finding: _size(finding.observed),
-    "allowed": lambda finding: _size(finding.allowed),
-    "of": _of("count", "{:.0f}".format),
-    "grade": lambda finding: text(finding.grade.value),
-}
-
-
-def _arms(study: Study) -> list[Arm]:
-    found = []
+def _arms(study: Study) -> Iterator[tuple[Verdict, str, Table]]:
+    caption = "The worst of each kind of check, and of how many it is the worst."
     for arm in study.verdict.arms if study.verdict else ():
-        caption = "The worst of each kind of check, and of how many it is the worst."
-        table = _table(f"{study.label(arm.arm)} against {study.label(arm.control)}", caption, EVIDENCE, arm.evidence)
-        commands = [*arm.commands[:1], *([arm.script] if arm.script else [])]
-        found.append(Arm(table.title, named(study, arm.sentence), arm.exit_code == 0, table, commands))
-    return found
+        title = f"{study.label(arm.arm)} against {study.label(arm.control)}"
+        yield arm, named(study, arm.sentence), Table.of(title, caption, EVIDENCE, arm.evidence)
 
 
-def _failures(study: Study) -> list[Failure]:
-    lost = study.runs[~study.runs["state"].isin(["done", "queued", "running", "not started"])]
-    return [Failure(row.label, row.state, str(row.reason or ""), _error(Path(row.path))) for row in lost.itertuples()]
-
-
-def _error(path: Path) -> str:
-    run = RunDir(path)
-    for attempt in reversed(run.attempts()):
-        try:
-            found = read_text(run.attempt_dir(attempt) / REPORT)
-        except StoreError as error:
-            return str(error)
-        if found:
-            lines = found.rstrip().splitlines()
-            return "\n".join([*(["..."] if len(lines) > MOST_LINES else []), *lines[-MOST_LINES:]])
-    return ""
-
-
-FIRST = ("git.sha", "git.branch", "git.dirty", "sources_digest", "cpu_model", "cpu_count", "device", "hosts")
-
-
-@dataclass(frozen=True)
-class Run:
-    label: str
-    name: str
-    path: str
-    state: str
-    overrides: str
-    """As typed after `run.py`, quoted for a shell."""
-    command: str
-    attempts: int
-    facts: Sequence[tuple[str, str]]
-
-
-@dataclass(frozen=True)
-class Origin:
-    common: Sequence[tuple[str, str]]
-    runs: Sequence[Run]
-
-
-def origins(study: Study) -> Origin:
-    facts = {str(path): _facts(Path(path)) for path in study.runs["path"]}
-    every = list(facts.values())
-    common = {
-        key: value for key, value in (every[0].items() if every else ()) if all(o.get(key) == value for o in every)
-    }
-    runs = [_run(row, facts[str(row.path)], common) for row in study.runs.itertuples()]
-    return Origin(_ordered(common), runs)
-
-
-def _run(row: Any, facts: Mapping[str, str], common: Mapping[str, str]) -> Run:
-    run = RunDir(Path(row.path))
+def _error(path: str) -> str:
+    run = RunDir(Path(path))
     try:
-        typed = run.overrides()
+        return next(filter(None, (read_text(run.attempt_dir(n) / REPORT) for n in reversed(run.attempts()))), "")
     except StoreError as error:
-        typed = (str(error),)
-    own = {key: value for key, value in facts.items() if key not in common}
-    return Run(
-        label=str(row.label),
-        name=run.path.name,
-        path=str(run.path),
-        state=str(row.state),
-        overrides=shlex.join(typed),
-        command=commands.request(f"--from {shlex.quote(str(run.path))}"),
-        attempts=len(run.attempts()),
-        facts=_ordered(own),
-    )
-
-
-def _facts(path: Path) -> dict[str, str]:
-    try:
-        checksums.demand(path, "provenance.json")
-        flat = flatten(provenance.read(path))
-    except StoreError as error:
-        return {"provenance": str(error)}
-    return {key: _shown(value) for key, value in flat.items() if value not in (None, [], {}, "")}
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, list):
-        return ", ".join(dict.fromkeys(map(str, value)))
-    return str(value)
-
-
-def _ordered(facts: Mapping[str, str]) -> list[tuple[str, str]]:
-    return sorted(facts.items(), key=lambda pair: FIRST.index(pair[0]) if pair[0] in FIRST else len(FIRST))
+        return str(error)
 
 
 def markdown(contents: Contents) -> str:
@@ -314,36 +187,26 @@ def markdown(contents: Contents) -> str:
 
 
 def _parts(contents: Contents) -> Iterator[str]:
-    yield f"## {code(contents.study)}: {contents.outcome}"
-    if contents.question:
-        yield escaped(contents.question)
+    study = contents.study
+    yield f"## {code(study.name)}: {contents.outcome}"
+    if study.question:
+        yield escaped(study.question)
     yield contents.meaning
-    if contents.incomplete:
-        yield f"**{escaped(contents.incomplete)}**"
-    yield from map(escaped, contents.seeds)
+    if study.incomplete:
+        yield f"**{escaped(study.incomplete)}**"
+    for seeds in study.verdict.seeds if study.verdict else ():
+        yield escaped(named(study, seeds.sentence))
     for table in contents.tables:
         yield f"### {table.title}"
         yield rows(table.head, table.rows)
         yield escaped(table.caption)
         if table is contents.tables[0]:
-            yield from (escaped(arm.sentence) for arm in contents.arms if not arm.passed)
-    for failure in contents.failures:
-        yield f"**{code(failure.label)} is {failure.state}**: {escaped(failure.reason)}"
-        if failure.error:
-            yield folded("error.txt", fenced(failure.error))
+            yield from (escaped(sentence) for arm, sentence, _ in contents.arms if arm.exit_code)
+    for row, error in contents.failures:
+        yield f"**{code(row.label)} is {row.state}**: {escaped(str(row.reason))}"
+        if error:
+            yield folded("error.txt", fenced(error))
     yield "### Provenance"
     yield fenced("\n".join(contents.commands))
-    common = contents.origin.common
-    if common:
-        yield folded("What all runs have in common", rows(("fact", "value"), common))
-    yield folded(
-        "Each run",
-        rows(
-            ("run", "state", "overrides", "again", "its own"),
-            [
-                (run.label, run.state, run.overrides, run.command, "; ".join(f"{k} {v}" for k, v in run.facts))
-                for run in contents.origin.runs
-            ],
-        ),
-    )
+    yield folded("Each run", rows(contents.origin.head, contents.origin.rows))
     yield f"Made {contents.made}."

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 
 from harness.analysis.figures import figures
 from harness.analysis.judge import Study
-from harness.report.contents import Contents
+from harness.report.contents import Contents, named
 
 FOLDER = Path(__file__).parent
 
@@ -30,6 +30,7 @@ def page(contents: Contents, pictures: Sequence[Picture]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.filters["named"] = lambda sentence, study: named(study, sentence)
     environment.filters["uri"] = lambda svg: f"data:image/svg+xml;base64,{base64.b64encode(svg).decode()}"
     policy = (
         f"default-src 'none'; img-src data:; style-src '{_digest(style)}'; script-src '{_digest(script)}'; "

@@ -13,7 +13,6 @@ from harness.config.typed import load_config
 from harness.launch import opening
 from harness.launch.opening import Sources
 from harness.parity.telling import render
-from harness.report import contents
 from harness.store import provenance, show, status
 from harness.store.errors import StoreError
 from harness.store.rank_place import RankPlace
@@ -65,11 +64,6 @@ def _differ(run: Path) -> str:
     return refusal(lambda: show.diff(RunDir(run), RunDir(run)))
 
 
-def _origin(run: Path) -> str:
-    flip_letter(run / "provenance.json")
-    return contents._facts(run).get("provenance", "")
-
-
 def _resumed(run: Path) -> str:
     edit_json(run / status.FILE, state="preempted")
     return obstacle(run)
@@ -114,11 +108,6 @@ READERS: dict[str, tuple[Callable[[Path], str], str, Slip]] = {
         _differ,
         "config.yaml is not",
         Slip(show, "diff", "checksums.demand(run.path, CONFIG, run.provenance.name)", "pass"),
-    ),
-    "report": (
-        _origin,
-        "provenance.json is not",
-        Slip(contents, "_facts", 'checksums.demand(path, "provenance.json")', "pass"),
     ),
     "--from": (
         _again,
