@@ -15,7 +15,7 @@ from harness.store.gc import gc
 from harness.store.rundir import CONFIG, RunDir, Store
 from harness.store.show import ALIKE, diff, show
 from harness.store.status import State
-from harness.store.study import comparable, judging_verb
+from harness.store.study import done, judging_verb
 
 RUN_HELP = "a path, a prefix of a signature (4 digits or more) or @last"
 ENDED_BADLY = (State.failed, State.lost, State.cancelled, State.preempted)
@@ -79,8 +79,7 @@ def run_show(arguments: Namespace) -> int:
     elif found is not None and found.state in ENDED_BADLY and not _is_watched(run):
         say_next(arguments, f"retry {name}")
     else:
-        alike = next((group for group in comparable(store.runs(study)) if run in group), [])
-        others = [shlex.quote(store.short(each)) for each in alike if each != run]
+        others = [shlex.quote(store.short(each)) for each in done(store.runs(study)) if each != run]
         say_next(arguments, f"compare {name} {others[0]}" if others else f"watch {shlex.quote(study)}")
     return 0
 
@@ -101,7 +100,7 @@ def run_diff(arguments: Namespace) -> int:
     found = diff(*runs)
     print(found)
     words = [shlex.quote(each) for each in (arguments.a, arguments.b)]
-    leads_on = comparable(dict.fromkeys(runs)) and not found.endswith(ALIKE)  # else `compare` would lead back here
+    leads_on = len(done(runs)) == 2 and not found.endswith(ALIKE)  # else `compare` would lead back here
     say_next(arguments, f"compare {' '.join(words)}" if leads_on else f"show {words[-1]}")
     return 0
 

@@ -141,8 +141,8 @@ MEASURED = (
 )
 JUDGED = (
     "Farthest out: the check that is farthest beside the most that clean pairs show of it, and how much of what "
-    "rounding explains it used up (of the bound). Smallest error seen: the relative error in the scale of all gradients "
-    "from which on this pair would have been called DIFFERENT."
+    "rounding explains it used up (of the bound). Smallest error seen: the relative error in the scale of all "
+    "gradients from which on this pair would have been called DIFFERENT."
 )
 
 

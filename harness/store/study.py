@@ -9,12 +9,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from harness.store import provenance
 from harness.store.errors import StoreError
 from harness.store.files import write_json
-from harness.store.identity import must_agree, signature, study_name
+from harness.store.identity import signature, study_name
 from harness.store.reading import read_json
-from harness.store.rundir import CONFIG, SHARED, CellLike, RunDir, Store, flatten
+from harness.store.rundir import SHARED, CellLike, RunDir, Store
 from harness.store.shapes import STUDY
 from harness.store.status import State
 
@@ -57,14 +56,9 @@ ONCE = ("launch.root", "launch.rerun", "launch.dry_run", "launch.preempt_at")
 
 
 def asked(root: Path, study: str) -> tuple[list[str], str]:
-    """Words of a study's last request, without those of `ONCE`, and their folder.
-
-    A record of an older version only has the words common to every cell.
-    """
-    record = read_study(root, study) or {"cells": []}
-    each = [cell.get("overrides", ()) for cell in record["cells"]] or [()]
-    shared = [word for word in each[0] if all(word in words for words in each)]
-    words = [word for word in record.get("request") or shared if word.partition("=")[0] not in ONCE]
+    """Words of a study's last request, without those of `ONCE`, and their folder."""
+    record = read_study(root, study) or {}
+    words = [word for word in record.get("request", ()) if word.partition("=")[0] not in ONCE]
     named = any(word.startswith("study=") for word in words)
     return [*([] if named else [f"study={study}"]), *words], record.get("folder", "")
 
@@ -86,45 +80,24 @@ def asked_for(root: Path) -> list[str]:
     return [name for name in Store(root).studies() if (root / name / FILE).exists()]
 
 
-def comparable(runs: Iterable[RunDir]) -> list[list[RunDir]]:
-    """Groups of two or more done runs of today's sources that agree in every setting that must.
+def done(runs: Iterable[RunDir]) -> list[RunDir]:
+    found = []
+    for run in runs:
+        with contextlib.suppress(StoreError):
+            if (state := run.status()) is not None and state.state is State.done:
+                found.append(run)
+    return found
 
-    Of other programs' runs nothing but the number of steps must.
+
+def judging_verb(store: Store, study: str, runs: Iterable[RunDir], otherwise: str) -> str:
+    """Verb that judges runs of a study: its verdict where it has a control, else a comparison of the last two.
+
+    Args: otherwise: verb if too few are done.
     """
-    groups: dict[Any, list[RunDir]] = {}
-    digest = provenance.sources_digest()
-    for run in filter(is_done, runs):
-        with contextlib.suppress(StoreError):  # one that cannot be read is compared with none
-            if not provenance.is_stale(run.path, digest):
-                flat = flatten(run.config())
-                held = [path for path in flat if must_agree(path)]
-                held = ["watched.version", "train.steps"] if "watched.version" in flat else held
-                key = frozenset((path, str(flat[path])) for path in held)
-                groups.setdefault(key, []).append(run)
-    return [group for group in groups.values() if len(group) > 1]
-
-
-def is_done(run: RunDir) -> bool:
-    try:
-        found = run.status()
-    except StoreError:
-        return False
-    return found is not None and found.state is State.done
-
-
-def judging_verb(store: Store, study: str, runs: Sequence[RunDir], otherwise: str) -> str:
-    """Verb that judges runs of a study: its verdict where it has a control, else a comparison of two.
-
-    Args: otherwise: verb if no comparable pair is done.
-    """
-    record = read_study(store.root, study)
-    folders = {cell["signature"]: store.root / study / cell["directory"] for cell in record["cells"]} if record else {}
-    pairs = [(cell["signature"], cell["control"]) for cell in (record["cells"] if record else ()) if cell["control"]]
-    if pairs:
-        started = all((folder / CONFIG).is_file() for folder in folders.values())
-        judged = started and any(all(is_done(RunDir(folders[each])) for each in pair) for pair in pairs)
-        return f"verdict {shlex.quote(study)}" if judged else otherwise
-    if not (groups := comparable(runs)):
-        return otherwise
-    control, *_, arm = max(groups, key=lambda group: runs.index(group[-1]))
-    return f"compare {shlex.quote(store.short(arm))} {shlex.quote(store.short(control))}"
+    record, ended = read_study(store.root, study), done(runs)
+    if record and any(cell["control"] for cell in record["cells"]):
+        return f"verdict {shlex.quote(study)}" if ended else otherwise
+    control, arm = ended[-2:] if len(ended) > 1 else (None, None)
+    return (
+        f"compare {shlex.quote(store.short(arm))} {shlex.quote(store.short(control))}" if control and arm else otherwise
+    )
