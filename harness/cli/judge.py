@@ -19,7 +19,7 @@ from harness.parity.telling.render import junit, markdown
 from harness.store import commands
 from harness.store.files import write_atomic
 from harness.store.rundir import CONFIG, Store
-from harness.store.screen import fold, show, table, width
+from harness.store.screen import fold, table, width
 
 
 def compare_arguments(parser: ArgumentParser) -> None:
@@ -92,7 +92,7 @@ def _say(found: Verdict, arguments: Namespace) -> int:
 
 
 def _answer(found: Verdict | StudyVerdict, answer: str, arguments: Namespace) -> int:
-    print(json.dumps(found.as_json(), indent=2)) if arguments.json else show(answer)
+    print(json.dumps(found.as_json(), indent=2)) if arguments.json else print(answer)
     return found.exit_code
 
 
@@ -200,9 +200,9 @@ def run_baseline(arguments: Namespace) -> int:
     else:
         found = gate(run, old)
         written, rows = made(run), changes(found, run, old)
-        show(found.sentence)
+        print(found.sentence)
         head = ("what", "before", "after", "of the bound")
-        show("\n".join(table(head, rows, width(), flexible=(0, 1, 2))) if rows else "nothing else")
+        print("\n".join(table(head, rows, width(), flexible=(0, 1, 2))) if rows else "nothing else")
     write(target, written, "baseline RUN --out")
     print(f"{commands.shown(target)}: {len(written):,} bytes")
     print(f"next: {commands.verb(f'gate {commands.shown(target)} RUN')}")

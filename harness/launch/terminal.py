@@ -79,7 +79,7 @@ class Terminal:
         if self._open:
             self._write("\n")
             self._open = False
-        self._write(screen.painted(screen.visible(text), self._out) + "\n")
+        self._write(screen.visible(text) + "\n")
 
     def settle(self, text: str) -> None:
         if self._open:
@@ -89,7 +89,7 @@ class Terminal:
 
     def page(self, text: str) -> None:
         if self.moving:
-            self._write(f"\x1b[H\x1b[J{screen.painted(screen.visible(text), self._out)}\n")
+            self._write(f"\x1b[H\x1b[J{screen.visible(text)}\n")
         else:
             self.line(text)
 

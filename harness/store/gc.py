@@ -1,10 +1,8 @@
-"""Garbage of a store: unfinished checkpoints, ended submissions and, on request, checkpoints. Never a record."""
+"""Garbage of a store: unfinished checkpoints and, on request, checkpoints. Never a record."""
 
 from __future__ import annotations
 
-import contextlib
 import os
-import re
 import shutil
 import stat
 import time
@@ -15,10 +13,10 @@ from pathlib import Path
 from harness.store import status
 from harness.store.errors import StoreError
 from harness.store.files import is_held
-from harness.store.reading import folder_names, read_text
-from harness.store.rundir import CODE, CODE_OF, MARK, RunDir, Store
+from harness.store.reading import folder_names
+from harness.store.rundir import MARK, RunDir, Store
 from harness.store.screen import counted, size
-from harness.store.status import MOVING, SUBMISSIONS, JobProbe, State, Status
+from harness.store.status import JobProbe, State, Status
 
 SETTLED_S = 3600.0
 
@@ -43,15 +41,7 @@ def garbage(store: Store, jobs: JobProbe | None = None, *, checkpoints: bool = F
             f"{store.root} is no store of runs: it has no file {MARK}; give the folder of launch.root as --root (a "
             "store of an older version gets its mark when a run is started in it)"
         )
-    return [*_unfinished(store), *_submissions(store, jobs), *(_checkpoints(store, jobs) if checkpoints else ())]
-
-
-def _removed(path: Path) -> bool:
-    try:
-        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
-    except OSError:
-        return False
-    return True
+    return [*_unfinished(store), *(_checkpoints(store, jobs) if checkpoints else ())]
 
 
 def gc(
@@ -62,15 +52,14 @@ def gc(
     apply: bool = False,
     say: Callable[[str], None] = print,
 ) -> None:
-    """Print each item, remove it with `apply`, and print the sum."""
+    """Print each item, remove it with `apply`, and print the sum. Raises `OSError`: one cannot be removed."""
     items = garbage(store, jobs, checkpoints=checkpoints)
     for item in items:
         say(f"{size(item.size):>9}  {item.path}  ({item.why})")
-    gone = [item for item in items if _removed(item.path)] if apply else items
+    for path in (item.path for item in items if apply):
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
     verb = "removed" if apply else "could go; run again with --yes to remove"
-    say(f"{counted(len(gone), 'item')}, {size(sum(item.size for item in gone))} {verb}")
-    if len(gone) < len(items):
-        say(f"{len(items) - len(gone)} cannot be removed")
+    say(f"{counted(len(items), 'item')}, {size(sum(item.size for item in items))} {verb}")
 
 
 def _old(path: Path) -> bool:
@@ -98,27 +87,6 @@ def _unfinished(store: Store) -> Iterator[Item]:
         for path in run.checkpoints():
             if path.suffix == ".tmp" and _old(path) and not is_held(run.path / status.OWNER_LOCK):  # may take long
                 yield _item(path, "left by a crash")
-
-
-def _submissions(store: Store, jobs: JobProbe | None) -> Iterator[Item]:
-    known = [_found(run, jobs) for run in store.runs()]
-    living = {found.submission for found in known if isinstance(found, Status) and found.state in MOVING}
-    if any(isinstance(found, StoreError) for found in known):
-        return  # a run that cannot be read may need any of them
-    kept: set[str] = set()
-    for path in sorted(store.root.glob(f"*/{SUBMISSIONS}/*")):
-        if _TOKEN.fullmatch(path.name) and path.name not in living and not path.is_symlink() and _old(path):
-            yield _item(path, "its submission has ended")
-        else:
-            with contextlib.suppress(StoreError):
-                kept |= set((read_text(path / CODE_OF) or "").splitlines())
-    for path in sorted(store.root.glob(f"{CODE}/*")):
-        if _COPY.fullmatch(path.name) and path.name not in kept and not path.is_symlink() and _old(path):
-            yield _item(path, "code that no submission runs from")
-
-
-_TOKEN = re.compile(r"[0-9a-f]{8}")
-_COPY = re.compile(r"(own-)?[0-9a-f]{16}|\.(own-)?[0-9a-f]{16}\.[0-9a-f]{12}\.tmp")
 
 
 def _found(run: RunDir, jobs: JobProbe | None) -> Status | StoreError | None:

@@ -1,12 +1,11 @@
-"""Text for a terminal: numbers, short names, tables and sentences within its width, colours.
+"""Text for a terminal: numbers, short names, tables and sentences within its width.
 
-Where output is no terminal and COLUMNS is not set, nothing is shortened, wrapped or coloured.
+Where output is no terminal and COLUMNS is not set, nothing is shortened or wrapped.
 """
 
 from __future__ import annotations
 
 import itertools
-import os
 import re
 import shutil
 import sys
@@ -19,16 +18,6 @@ UNLIMITED = 10_000
 LEAST = 12
 TAIL = 9
 GAP, INDENT = "  ", "    "
-COLOURS = {
-    "32": ("done", "EQUAL", "EQUIVALENT"),
-    "31": ("failed", "lost", "damaged", "DIFFERENT", "BAD"),
-    "33": ("preempted", "cancelled", "stale", "UNDECIDED", "NOT_COMPARABLE"),
-    "36": ("queued", "running"),
-}
-_CODE = {word: code for code, words in COLOURS.items() for word in words}
-_WORD = re.compile(rf"(?<![\w/.-])({'|'.join(_CODE)})(?![\w/-])")
-
-
 _UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 """Terminal controls: characters that move the cursor or change the display; not newline and tab."""
 
@@ -76,31 +65,9 @@ def unfiltered() -> Iterator[None]:
         yield
 
 
-def show(text: str) -> None:
-    stream = plain(sys.stdout)
-    print(painted(visible(text), stream), file=stream)
-
-
 def width() -> int:
     """Columns of the terminal, or of COLUMNS; `UNLIMITED` where there is neither."""
     return shutil.get_terminal_size((UNLIMITED, 50)).columns
-
-
-def coloured(out: IO[str] | None = None) -> bool:
-    stream = out or sys.stdout
-    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-
-
-def painted(text: str, out: IO[str] | None = None) -> str:
-    """Text with the first state or verdict of each line in colour, if `out` shows any.
-
-    Widths must be computed before.
-    """
-    if not coloured(out):
-        return text
-    return "\n".join(
-        _WORD.sub(lambda found: f"\x1b[{_CODE[found[1]]}m{found[1]}\x1b[0m", line, count=1) for line in text.split("\n")
-    )
 
 
 def counted(count: int, what: str) -> str:

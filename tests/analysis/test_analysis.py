@@ -228,7 +228,13 @@ MUTANTS = {
     ),
     "stacks in any order": (
         test_bars_are_stacked_in_the_order_of_the_styles,
-        Slip(plot_module, "stacks", ".reindex(list(styles))", "", "A bar stands beside another run's name"),
+        Slip(
+            plot_module,
+            "stacks",
+            ".reindex(list(styles))",
+            ".reindex([*styles][::-1])",
+            "A bar stands beside another run's name",
+        ),
     ),
     "zero by zero": (
         lambda: test_two_losses_of_zero_do_not_differ(),

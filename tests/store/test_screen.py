@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import io
-
 import pytest
 
 from harness.store.labels import named
-from harness.store.screen import UNLIMITED, counted, cut, fold, painted, shorten, table, width
+from harness.store.screen import UNLIMITED, counted, cut, fold, shorten, table, width
 from tests.support.mutants import kills
 
 table_of = table
@@ -80,25 +78,6 @@ def test_words_go_on_in_the_next_line() -> None:
     assert lines[2:] == ["update by the     16", "rule, worst", "piece", "loss              1"]
 
 
-class Tty(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_colours_are_for_terminals_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    text = "a-done-b  done  4/4\nEQUIVALENT: it is done\nrunning-cost"
-    assert painted(text, io.StringIO()) == text
-    assert painted(text, Tty()) == (
-        "a-done-b  \x1b[32mdone\x1b[0m  4/4\n\x1b[32mEQUIVALENT\x1b[0m: it is done\nrunning-cost"
-    )
-    for name, value in (("NO_COLOR", "1"), ("TERM", "dumb")):
-        with monkeypatch.context() as patched:
-            patched.setenv(name, value)
-            assert painted(text, Tty()) == text
-
-
 def test_sentences_are_folded_and_long_words_stay_whole() -> None:
     assert fold("one two three", 8, "  ") == ["one two", "  three"]
     assert fold("a /very/long/path/that/is/copied", 8) == ["a", "/very/long/path/that/is/copied"]
@@ -111,10 +90,3 @@ def test_a_pipe_gets_every_character(monkeypatch: pytest.MonkeyPatch) -> None:
     assert width() == UNLIMITED
     monkeypatch.setenv("COLUMNS", "80")
     assert width() == 80
-
-
-class Screen(io.StringIO):
-    """A terminal of as many columns as COLUMNS says."""
-
-    def isatty(self) -> bool:
-        return True

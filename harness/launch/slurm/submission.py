@@ -35,13 +35,13 @@ from harness.launch.opening import Action, Decision, Opened, Sources, look, open
 from harness.launch.slurm.scheduler import NoAnswer, ask, max_array_size
 from harness.launch.slurm.task import write_tasks
 from harness.launch.snapshot import code_copy
-from harness.store import provenance, status
+from harness.store import status
 from harness.store.errors import StoreError
 from harness.store.files import Lock, private_folder, write_atomic
 from harness.store.provenance import python_path
 from harness.store.rank_place import FOREIGN, is_slurm_step
 from harness.store.reading import read_text
-from harness.store.rundir import CODE_OF, DRY_RUN, RunDir, Store, request_cancel
+from harness.store.rundir import DRY_RUN, RunDir, Store, request_cancel
 from harness.store.screen import counted
 from harness.store.status import SUBMISSIONS, JobProbe, Keeper, State, Status
 
@@ -89,7 +89,6 @@ def _submit(store: Store, batch: Batch, sources: Sources) -> str:
     store.remember(opened[-1].run)
     private_folder(batch.folder)
     try:
-        write_atomic(batch.folder / CODE_OF, "".join(f"{name}\n" for name in _copies(batch, opened)))
         job = _sbatch(batch, opened)
     except Exception as error:
         raise _not_submitted(batch, opened, error) from error
@@ -111,11 +110,6 @@ def _not_submitted(batch: Batch, opened: Sequence[Opened], error: Exception) -> 
         with suppress(OSError):  # of a disk that is full the next look tells: nothing of the run was submitted
             status.move(one.run.path, one.attempt, State.failed, message)
     return StoreError(message + folder)
-
-
-def _copies(batch: Batch, opened: Sequence[Opened]) -> list[str]:
-    own = {Path(each["copy"]).name for one in opened for each in provenance.read(one.run.path).get("own", ())}
-    return [batch.code.name, *sorted(own)]
 
 
 def _sbatch(batch: Batch, opened: Sequence[Opened]) -> str:
