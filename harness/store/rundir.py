@@ -137,7 +137,7 @@ class RunDir:
         another run."""
         present = self.config()
         if identity.signature(cell.config) != identity.signature(present):
-            raise StoreError(f"{self.path} holds another configuration: {_difference(self, cell)}")
+            raise StoreError(f"{self.path} holds another configuration")
         if cell.config != present:
             write_atomic(self.path / CONFIG, _dump(cell.config))
             write_atomic(self.path / "overrides.txt", _lines(cell.overrides))
@@ -167,16 +167,6 @@ def cancel_requested(run: Path, attempt: int) -> bool:
     return (run / "attempts" / str(attempt) / CANCEL).exists()
 
 
-def _difference(run: RunDir, cell: CellLike) -> str:
-    theirs, ours = flatten(run.config()), flatten(cell.config)
-    keys = [
-        key
-        for key in sorted(theirs.keys() | ours.keys())
-        if key.split(".")[0] not in identity.EXCLUDED and theirs.get(key) != ours.get(key)
-    ]
-    return ", ".join(f"{key}={theirs.get(key)!r} there, {ours.get(key)!r} here" for key in keys[:5]) or "keys only"
-
-
 def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested dicts as one level of dotted keys; lists stay values."""
     flat: dict[str, Any] = {}
@@ -199,14 +189,7 @@ def _lines(items: tuple[str, ...]) -> str:
 
 class Store:
     def __init__(self, root: Path | str) -> None:
-        """root: folder of studies; need not exist yet.
-
-        Raises `StoreError`: the path holds a control character, which neither sbatch nor logs survive, or is no UTF-8.
-        """
-        if any(ord(character) < 32 or ord(character) == 127 for character in str(root)):
-            raise StoreError(f"launch.root={str(root)!r} holds a control character (a newline?); choose another folder")
-        if any("\ud800" <= character <= "\udfff" for character in str(root)):
-            raise StoreError(f"launch.root={str(root)!r} is not UTF-8; choose another folder")
+        """Args: root: folder of studies; need not exist yet."""
         self.root = _anchored(root)
 
     def path_of(self, cell: CellLike) -> Path:
@@ -240,7 +223,7 @@ class Store:
                 write_atomic(run.path / CONFIG, _dump(cell.config))
                 return run
         if identity.signature(cell.config) != run.signature():
-            raise StoreError(f"{run.path} holds another configuration: {_difference(run, cell)}")
+            raise StoreError(f"{run.path} holds another configuration")
         return run
 
     def claim(self) -> None:
@@ -272,14 +255,11 @@ class Store:
         return sorted({run.path.parent.name for run in self.runs()})
 
     def runs(self, study: str | None = None) -> list[RunDir]:
-        """Runs in a stable order, of one study or of all. Raises `StoreError`: another person's folder is closed."""
+        """Runs in a stable order, of one study or of all."""
         if study is not None and Path(study).name != study:
             return []
         pattern = f"{glob.escape(study) if study else '*'}/*/{CONFIG}"
         found = [path.parent for path in sorted(self.root.glob(pattern)) if not path.parent.name.startswith(".")]
-        for folder in () if found else (self.root, *self.root.glob(glob.escape(study) if study else "[!.]*")):
-            if os.path.isdir(folder) and not os.access(folder, os.R_OK | os.X_OK):
-                raise StoreError(f"{folder} cannot be read: Permission denied")
         return [RunDir(path) for path in found]
 
     def find(self, ref: str) -> RunDir:

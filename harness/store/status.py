@@ -7,7 +7,6 @@ that owner lives: `effective` checks, and calls the run lost otherwise.
 from __future__ import annotations
 
 import math
-import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import UTC, datetime
@@ -22,10 +21,6 @@ from harness.store.shapes import Shape
 FILE = "status.json"
 OWNER_LOCK = ".lock"
 WRITE_LOCK = ".status.lock"
-FULL_BYTES = 2**20
-"""Free bytes below which a disk is full: neither a checkpoint nor an end could be written."""
-
-
 SUBMISSIONS = ".submit"
 """Folder under a study: scripts and logs of its submissions."""
 
@@ -183,8 +178,7 @@ def effective(run: Path, jobs: JobProbe | None = None) -> Status | None:
     newest = read(run)
     if newest != status:  # it moved on while the scheduler was asked
         return newest
-    more = _if_full(run) if answer[0] in (State.failed, State.lost) else ""
-    return replace(status, state=answer[0], reason=answer[1] + more)
+    return replace(status, state=answer[0], reason=answer[1])
 
 
 def _of_process(run: Path, status: Status) -> Status | None:
@@ -193,14 +187,4 @@ def _of_process(run: Path, status: Status) -> Status | None:
     newest = read(run)
     if newest != status:  # it ended, and let go of its lock, between our two looks
         return newest
-    return replace(
-        status, state=State.lost, reason=f"its process on {status.host or 'this host'} is gone{_if_full(run)}"
-    )
-
-
-def _if_full(run: Path) -> str:
-    try:
-        free = shutil.disk_usage(run).free
-    except OSError:
-        return ""
-    return f"; its disk is full ({free} bytes left): make room, then ask again" if free < FULL_BYTES else ""
+    return replace(status, state=State.lost, reason=f"its process on {status.host or 'this host'} is gone")

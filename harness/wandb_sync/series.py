@@ -17,7 +17,6 @@ from typing import Any
 import yaml
 
 from harness.config.errors import refuse
-from harness.config.hints import nearest
 from harness.store import commands, status
 from harness.store.errors import StoreError
 from harness.store.files import write_atomic, write_json
@@ -89,11 +88,9 @@ def _kind(source: Path) -> str:
 
 def _column(source: Path, measure: str, column: str, table: Table) -> dict[int, float]:
     if column not in table:
-        close = nearest(column, list(table))
         some = ", ".join(sorted(table)[:20]) + (", ..." if len(table) > 20 else "")
-        fix = f"did you mean {measure}={close[0]}?" if close else ""
         problem = f"is no column of {source}" if table else f"finds nothing: {source} is empty"
-        raise refuse(f"--columns {measure}={column}", problem, choices=some, fix=fix)
+        raise refuse(f"--columns {measure}={column}", problem, choices=some)
     if not table[column]:
         raise refuse(f"--columns {measure}={column}", f"holds no number in {source}")
     return table[column]

