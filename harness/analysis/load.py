@@ -43,14 +43,12 @@ SETTINGS = {
     "replicate": "train.replicate",
     "steps": "train.steps",
 }
-
 RESULTS = (
     *("microbatches", "steps_done", "final_loss", "held_out_loss", "final_grad_norm"),
     *("step_time_s", "exposed_comm_s", "tokens_per_s", "tflops_per_rank", "mfu"),
     *("accounted_bytes", "peak_bytes", "rss_bytes", "sent_bytes"),
     *("planned_kept_bytes", "planned_peak_bytes", "planned_sent_bytes", "leaves_plan", "wall_s"),
 )
-
 RUN_COLUMNS = (
     *("run", "study", "label", "path", "state", "reason"),
     *SETTINGS,
@@ -58,13 +56,11 @@ RUN_COLUMNS = (
     *RESULTS,
     *("sources", "commit", "cpu_model", "torch"),
 )
-
 STEP_COLUMNS = (
     *("run", "step", "loss", "grad_norm", "param_norm", "lr", "tokens"),
     *("step_time_s", "data_s", "forward_s", "backward_s", "optimizer_s", "other_s", "exposed_comm_s"),
     *("sent_bytes", "rss_bytes"),
 )
-
 DAMAGED = "damaged"
 
 

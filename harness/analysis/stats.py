@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import pandas as pd
 
 PARTS = {"data_s": "data", "forward_s": "forward", "backward_s": "backward", "optimizer_s": "optimizer"}
-
 WARM_UP = 1
 
 

@@ -21,10 +21,8 @@ from harness.store.shapes import TIMED
 from harness.store.status import State
 
 PARTS = ("data_s", "forward_s", "backward_s", "optimizer_s", "other_s", "exposed_comm_s")
-
 STORAGE = ("persistent", "peak", "outside")
 OTHERS_LIMIT_CORES = 0.25
-
 Facts = dict[str, Any]
 """Flat and plain. Times are seconds, sizes bytes; None where not observed."""
 

@@ -21,7 +21,6 @@ from harness.store.rundir import RunDir, flatten
 from harness.store.study import read_study
 
 NATIVE = "native"
-
 SAME = ("cpu_model", "device", "cpu_capability", "threads_per_rank", "hosts", "backend")
 
 

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import math
 import os
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -49,11 +50,9 @@ DENSE = 512
 SMALL = 2**16
 """Numbers in a file from which on it is mapped instead of read."""
 BYTES = 8
-
 ONCE = ("again", "drift")
 CHECKS = ("sum", "gather", "kept", "replicas", "rule", *ONCE)
 """Columns of every step, each the largest over all tensors, beside the index of that tensor."""
-
 MOMENTS = ("first", "second")
 """Columns of an optimizer's two moments: the signed sum of all followed elements, copies too.
 
@@ -143,7 +142,7 @@ class StreamWriter:
 
     def write(self, step: int, row: Sequence[float], tensors: NDArray[np.float64] | None = None) -> None:
         """tensors: None in the row that follows the last step."""
-        self._steps.write(_packed(row))
+        self._steps.write(struct.pack(f"<{len(row)}d", *row))
         if tensors is not None and is_kept(step, self.every):
             self._tensors.write(tensors.astype("<f8").tobytes())
 
@@ -174,13 +173,7 @@ def _appending(path: Path, row_bytes: int, rows: int) -> IO[bytes]:
 
 def _nothing(count: int) -> bytes:
     """NaN in so many bytes."""
-    return _packed([float("nan")] * (count // BYTES))
-
-
-def _packed(values: Sequence[float]) -> bytes:
-    import struct
-
-    return struct.pack(f"<{len(values)}d", *values)
+    return struct.pack("<d", math.nan) * (count // BYTES)
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------

@@ -16,11 +16,8 @@ from pathlib import Path
 from harness.store.provenance import ROOT, SHIPPED
 
 SCRIPT = "harness"
-
 DISTRIBUTION = "sharding-harness"
-
 USUAL = "runs"
-
 TYPED = "HARNESS_TYPED"
 
 

@@ -19,14 +19,11 @@ ECHOES = re.compile(
     r"communicator (encountered|was aborted)|heartbeat|the server socket has failed",
     re.IGNORECASE,
 )
-
 LOSERS = frozenset(
     {"RuntimeError", "DistError", "DistBackendError", "DistNetworkError", "DistStoreError", "CollectiveError"}
 )
 """Errors of a rank that lost a peer: torch's, and our engine's around one of them."""
-
 SILENT_PEER = "its peer left no traceback: killed, perhaps for memory, or its node died"
-
 REPORT = "error.txt"
 HANG = "hang: "
 _RANK_FILE = re.compile(r"(?:error|stacks)-rank([0-9]{1,9})\.txt")

@@ -87,7 +87,6 @@ METRICS = (
     *_declared(COSTS, cost=True),
     Metric("own/*", "", "What the classes of `measure.callbacks` returned, by the names they give."),
 )
-
 _BY_PATH = {metric.path: metric for metric in METRICS}
 _GIVEN = dict.fromkeys(metric.path.partition("/*")[0] for metric in METRICS)
 

@@ -17,13 +17,11 @@ from typing import Any
 from harness.fsdp.vocabulary import OuterStrategy
 
 EXCLUDED = ("cluster", "launch", "wandb", "notes", "study", "run")
-
 AXES = ("engine", "sharding", "dtype", "numerics", "mesh", "nccl_ub", "sharp", "fault", "ckpt", "measure", *EXCLUDED)
 """Groups that may differ in a comparison: axes of a study, and groups without numeric effect.
 
 Settings of other groups must agree, so that a new one is refused until somebody decides about it.
 """
-
 FREE = (
     "train.microbatch_size",  # the global batch is the same; its digest says so
     "train.replicate",
@@ -31,10 +29,8 @@ FREE = (
     "model.name",
     "model.activation_checkpointing",
 )
-
 HELD = ("cluster.device", "cluster.threads_per_rank")
 """Settings of a free group that must agree: sums depend on both."""
-
 ADDED: Mapping[str, Mapping[str, Any]] = {
     "model": {"target": None, "parameters": None},
     "data": {"target": None},
@@ -57,12 +53,10 @@ ADDED: Mapping[str, Mapping[str, Any]] = {
     },
 }
 """Later settings, each with the value of runs before it existed, or with one that trains alike."""
-
 RENAMED: Mapping[str, Mapping[str, str]] = {
     "measure": {"step_checks": "vouch", "step_checks_limit_mib": "vouch_limit_mib"}
 }
 """Former names of settings by those of today, which stored runs and all signatures have."""
-
 REMOVED: Mapping[str, Mapping[str, Any]] = {
     "launch": {"fail_fast": False, "fork": None},
     "cluster": {"bind_to_device": True, "container_image": None, "container_mounts": [], "gres": None},
@@ -73,11 +67,8 @@ REMOVED: Mapping[str, Mapping[str, Any]] = {
 }
 """Settings of stored runs that are none today, each with its default, which signatures still have, but for those of
 `ADDED`."""
-
 SHORT = 8
-
 MAX_NAME = 100
-
 USUAL = {"data.kind": "stdlib", "optimizer.name": "adamw", "optimizer.lr": 0.001, "train.steps": 20}
 """Defaults, which names leave out."""
 

@@ -8,9 +8,7 @@ import shlex
 import sys
 
 OLDEST = (3, 11)
-
 NEEDED = ("hydra", "omegaconf", "submitit", "jinja2", "numpy", "psutil", "pydantic", "safetensors", "scipy", "xxhash")
-
 REMEDY = "activate the environment that `make install` made, or `pip install` this package"
 
 

@@ -17,14 +17,11 @@ from harness.store.rundir import flatten
 
 Key = TypeVar("Key", bound=Hashable)
 Flat = Mapping[str, Any]
-
 LEADING = (
     *("model.name", "data.kind", "optimizer.name", "engine.name", "sharding.strategy", "dtype.name"),
     *("numerics.mode", "nccl_ub.mode", "sharp.group", "fault.name"),
 )
-
 HOW = ("measure", "ckpt")
-
 SAID: Mapping[str, Callable[[Any], str]] = {
     **dict.fromkeys(LEADING, str),
     "model.name": lambda value: f"model {value}",

@@ -24,10 +24,8 @@ from harness.store.shapes import STEP, Shape, fault
 
 TAIL_BYTES, NEWEST = 65536, 50
 """Bytes read from a file's end, some fifty steps, and most steps of them."""
-
 MAX_LINE = 1 << 24
 """Longest accepted line: three times a step of a hundred thousand numbers."""
-
 NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 

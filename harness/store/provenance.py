@@ -25,20 +25,15 @@ from harness.store.reading import read_json
 from harness.store.shapes import PROVENANCE
 
 PACKAGE = Path(__file__).resolve().parents[1]
-
 SHIPPED = "shipped"
-
 ROOT = PACKAGE / SHIPPED if (PACKAGE / SHIPPED).is_dir() else PACKAGE.parent
 """Folder of `run.py`, `conf/` and `sweeps/`: beside the package in a checkout, inside it if installed."""
-
 SOURCES = (
     *("worker", "train", "checkpoint", "control.py", "engines", "models", "data", "fsdp"),
     *("config/derived.py", "config/data_source.py"),
 )
 """Sources that can change a number, relative to the package; not meters, records and the front end."""
-
 PACKAGES = ("torch", "numpy", "safetensors", "xxhash", "hydra-core", "omegaconf", "submitit", "wandb")
-
 ENVIRONMENT = (
     *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "LD_PRELOAD"),
     *("MKL_CBWR", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "KMP_AFFINITY", "GLOO_SOCKET_IFNAME"),
@@ -55,12 +50,10 @@ ENVIRONMENT = (
     *("SLURM_RESTART_COUNT", "SLURM_NTASKS"),
 )
 """Names that may be recorded: each changes numbers or speed, and none can hold a secret."""
-
 WATCHED = "watched"
 """Entry of the provenance of a run that `harness.capture` recorded: of another program, by no source of ours."""
 SERIES = "series"
 """Entry beside it of a run that `import-series` made: of numbers alone, from a file."""
-
 OF_ANOTHER = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_OBJECT_DIRECTORY", "GIT_ALTERNATE_OBJECT_DIRECTORIES")
 """Variables of git's hooks and aliases, which would select another repository."""
 

@@ -19,9 +19,7 @@ from harness.store.shapes import Shape, fault
 
 MAX_BYTES = 256 * 2**20
 """Largest file read in full; records of steps are read line by line and may be larger."""
-
 REPAIR = "repair it or remove the run directory"
-
 _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
 
 

@@ -14,24 +14,17 @@ from harness.store.reading import checked, read_text
 from harness.store.shapes import Shape
 
 Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-
 MAX_YAML_BYTES = 2**23
 """Largest YAML file: a thousand times a frozen configuration, and still seconds to read."""
-
 MAX_DEPTH = 64
 """Nesting beyond all our files. The YAML reader recurses in C, without a limit of its own."""
-
 _MAY_NEST = re.compile(rf"^[ \t?-]{{{MAX_DEPTH}}}|[&*]", re.MULTILINE)
 """Indentation or references between nodes; without either, only brackets nest deeply."""
-
 _TABLE = re.compile(r"^(?=[A-Za-z_]\w*:(?: |$))", re.MULTILINE)
 """Begin of a table's entry, without indentation."""
-
 _NO_TABLE = re.compile(r"^(?![A-Za-z_]\w*:(?: |$)|[ #]|$)", re.MULTILINE)
 """A line that neither begins an entry nor is indented: another document, a list, a rest of text."""
-
 _SMALL = 2**16
-
 _BROKEN_YAML = (yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 """Errors of PyYAML on invalid values: `!!int x`, a thirteenth month."""
 

@@ -15,19 +15,15 @@ from functools import lru_cache
 from urllib.parse import quote
 
 HIDDEN = "<redacted>"
-
 LEAST = 8
 """Least characters of a variable's value that is searched for: `0` and `true` stand everywhere."""
-
 LONG = 10_000
 """Characters from which on a text is searched once only."""
-
 _TELLING = re.compile(
     r"KEY|TOKEN(?!IZ)|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|COOKIE|WEBHOOK|JWT|(?:^|_|PG)PASS(?:_|$)|_PAT$|_AUTH(?:_|$)",
     re.IGNORECASE,
 )
 """Parts of the names of secret variables."""
-
 _NAME = r"(?:pass(?:word|wd|phrase)|secret|credential|(?:api|access|account|auth|private)[_-]?(?:key|token))"
 """Part of a name, in any case, whose value is always hidden."""
 _TOKEN = r"(?<!pad_)(?<!eos_)(?<!bos_)(?<!unk_)(?<!sep_)(?<!cls_)(?<!mask_)token(?![\w-])"
@@ -36,7 +32,6 @@ _ON = r"(?:[\s(\\]|(?<=\n)[+-])*"
 """Continuation of a value, also in the next line, which a diff begins with a sign."""
 _TYPES = r"(?!(?:str|bytes|int|object|Any|None|null|true|false|\w*Str|\w*Token)\s*$)"
 """Types and constants after the colon of a declaration."""
-
 _ASSIGNED = tuple(
     re.compile(pattern)
     for pattern in (
@@ -81,7 +76,6 @@ def redactor(environment: Mapping[str, str] = os.environ) -> Callable[[str], str
 
 
 LEAST_TOLD = 6
-
 _TYPED = re.compile(r"([\w.@/+~-]+)['\"]?[=:\s]\s*")
 """A name within a word of a request, and the separator before its value."""
 

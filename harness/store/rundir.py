@@ -20,7 +20,6 @@ from harness.store.reading import folder_names, read_json, read_text
 from harness.store.reading_yaml import read_yaml
 
 Dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
-
 CONFIG = "config.yaml"
 LAST = ".last"
 CANCEL = "cancel"

@@ -25,7 +25,6 @@ class Maybe:
 
 
 Shape = type | tuple[type, ...] | Each | Maybe | Mapping[str, Any]
-
 NUMBER = (int, float)
 _NAMES = {
     dict: "a table",
@@ -95,7 +94,6 @@ def _kind_fault(value: Any, kinds: type | tuple[type, ...]) -> tuple[str] | None
 
 
 LISTED: Shape = {"version": int, "files": Each(dict, {"bytes": int, "xxh3": str})}
-
 CONFIG: Shape = {
     **dict.fromkeys(("fault?", "numerics?", "data?", "optimizer?", "ckpt?", "cluster?", "launch?", "wandb?"), dict),
     "model?": {"name?": str},
@@ -114,7 +112,6 @@ CONFIG: Shape = {
     "notes?": str,
 }
 """No key is required: versions differ in their settings (`RunDir.setting` reports missing ones)."""
-
 TIMED: Shape = {
     **dict.fromkeys(("data", "optimizer", "numerics", "nccl_ub", "sharp"), dict),
     "model": {"name": str},
@@ -126,9 +123,7 @@ TIMED: Shape = {
     "measure": {"mode": str, "warmup_steps": int},
     "cluster": {"device": str},
 }
-
 _OWN: Shape = {"kind": str, "name": str, "root": str, "files": Each(list, str), "digest": str}
-
 PROVENANCE: Shape = {
     "sources_digest?": str,
     "versions?": Each(dict, str),
@@ -138,19 +133,14 @@ PROVENANCE: Shape = {
     "git?": Maybe({"sha": str, "dirty": bool}),
     "own?": Each(list, _OWN),
 }
-
 _ASKED: Shape = {"requested": str, "effective": str}
-
 _RESTORED: Shape = {"step": int, "wrong": Each(list, str)}
-
 _STRUCTURE: Shape = {
     "aliases": Each(list, Each(list, str, count=2)),
     "untied": Each(list, str),
     "elsewhere": Each(list, str),
 }
-
 _COLLECTIVE: Shape = {"bucket": Maybe(str), "count": int, "kind": str, "bytes": int}
-
 SUMMARY: Shape = {
     "accounted_bytes?": Maybe(Each(dict, int)),
     "network?": Maybe({"nccl_ub?": _ASKED, "sharp?": _ASKED}),
@@ -170,7 +160,6 @@ SUMMARY: Shape = {
     "orthogonalized?": Maybe(Each(list, str)),
     "structure?": Maybe(_STRUCTURE),
 }
-
 CAPTURED: Shape = {
     "gradients": Each(list, int),
     "updates": Each(list, int),
@@ -178,14 +167,12 @@ CAPTURED: Shape = {
     "num_bytes": int,
     "left_out": str,
 }
-
 FORWARD: Shape = {
     "version": int,
     "rows": int,
     "batch": Each(list, int, count=2),
     "modules": Each(list, {"name": str, "sketches": Each(list, NUMBER), "squares": NUMBER}),
 }
-
 STUDY: Shape = {
     "name": str,
     "question": str,
@@ -195,7 +182,6 @@ STUDY: Shape = {
     "folder?": str,
     "cells": Each(list, {"signature": str, "directory": str, "overrides?": Each(list, str), "control": Maybe(str)}),
 }
-
 STEP: Mapping[str, Shape] = {
     "step": int,
     "loss?": Maybe(NUMBER),
@@ -210,9 +196,7 @@ STEP: Mapping[str, Shape] = {
     "comm?": Each(dict, {"count": int, "bytes": int}),
     "own?": Each(dict, NUMBER),
 }
-
 _WRONG_WEIGHT: Shape = {"rank": int, "tensor": str, "what": str}
-
 WITNESS: Shape = {
     "terms": Each(dict, (str, *NUMBER)),
     "kept": Each(dict, int),
@@ -220,12 +204,8 @@ WITNESS: Shape = {
     "whole?": Each(list, str),
 }
 """Observations of a captured step beside the engine; non-finite terms are texts."""
-
 METADATA = "harness"
 """Entry of a captured step's safetensors metadata with its JSON."""
-
 CAPTURED_STEP: Shape = {"step": int, "num_microbatches?": int, "plan?": CAPTURED}
-
 ROUNDING: Shape = {"draws": int, "moves": Each(dict, Each(dict, Each(dict, NUMBER)))}
-
 VIEW: Shape = {"name": str, "id": str, "project": str}

@@ -23,12 +23,9 @@ OWNER_LOCK = ".lock"
 WRITE_LOCK = ".status.lock"
 SUBMISSIONS = ".submit"
 """Folder under a study: scripts and logs of its submissions."""
-
-
 State = StrEnum("State", "queued running preempted done failed cancelled lost")
 Keeper = StrEnum("Keeper", "process slurm")
 """Owner of a live run: a process on a host that holds the run's lock, or a SLURM job."""
-
 MOVES: dict[State, frozenset[State]] = {
     State.queued: frozenset({State.queued, State.running, State.failed, State.cancelled, State.lost}),
     State.running: frozenset(
@@ -41,9 +38,7 @@ MOVES: dict[State, frozenset[State]] = {
     State.lost: frozenset({State.queued, State.running, State.done, State.failed, State.preempted, State.cancelled}),
 }
 """Allowed moves. `done -> failed`: a rank died after the last step. `lost ->`: the owner was alive after all."""
-
 RESTARTS = frozenset({State.queued, State.running})
-
 MOVING = frozenset({State.queued, State.running, State.preempted})
 """States of a run that may go on by itself."""
 
@@ -74,7 +69,6 @@ class Status:
 
 
 _FIELDS = tuple(field.name for field in fields(Status))
-
 SHAPE: Shape = {"state": str, "reason": str, "attempt": int, "keeper": str} | {
     f"{field.name}?": type(field.default) for field in fields(Status)[4:]
 }

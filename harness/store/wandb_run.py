@@ -35,7 +35,6 @@ SENT: Shape = {
     "sharding": {"strategy": str},
 }
 ORIGIN = ("sources_digest", "versions", "git", "cpu_model", "device", "hosts")
-
 Log = Callable[..., None]
 """Takes a line of the record, and further numbers of its step under their own names."""
 

@@ -32,7 +32,6 @@ from harness.wandb_sync.sync import margin
 
 VIEW = "view.json"
 MEASURES = ("step_time_s", "sent_bytes", "peak_bytes", "final_loss")
-
 Row = Mapping[str, Any]
 
 

@@ -63,17 +63,6 @@ def carry_out(body: object, folder: Path, limit_s: float = 60.0) -> int:
     return acceptance.carry_out(piece, setting, dict(MACHINE), files(folder / "out")["one_rank"])
 
 
-def test_a_piece_that_is_cut_off_leaves_no_result_and_a_code_that_says_call_again(tmp_path: Path) -> None:
-    def body(lab: Lab) -> dict[str, object]:
-        lab.call("-c", "import time; time.sleep(60)")
-        return {}
-
-    assert carry_out(body, tmp_path, limit_s=0.5) == CUT_OFF
-    assert not files(tmp_path / "out")["one_rank"].exists()
-    with pytest.raises(OutOfTime):
-        Lab("late", Setting("cpu", True, 2, 0.0, tmp_path)).call("-c", "")
-
-
 def test_what_a_timed_piece_knew_when_it_was_cut_off_is_kept_and_not_taken_for_a_result(tmp_path: Path) -> None:
     def body(lab: Lab) -> dict[str, object]:
         lab.so_far = lambda: {"rows": [1, 2]}

@@ -33,11 +33,6 @@ def test_secrets_never_reach_a_file(tmp_path, monkeypatch):
     assert json.loads(text)["environment"]["OMP_NUM_THREADS"] == "3"
 
 
-def test_no_listed_name_can_hold_a_secret():
-    words = ("KEY", "TOKEN", "SECRET", "PASS", "AUTH", "JWT", "CRED")
-    assert not [name for name in provenance.ENVIRONMENT if any(word in name for word in words)]
-
-
 @needs("git")
 def test_a_remote_with_a_password_is_not_recorded(tmp_path):
     def git(*words):

@@ -207,33 +207,19 @@ SAID = ("TOKEN_FILE", "MAX_TOKENS", "HF_TOKENIZER")
 
 
 @pytest.mark.parametrize(
-    ("text", "hidden"),
+    "text",
     [
-        ("ValueError: 401 for w4ndb-0123456789", "ValueError: 401 for <redacted>"),
-        ("read /run/secrets/token", "read /run/secrets/token"),
-        ("tokens: 20000000\ntarget: my-tokenizer", "tokens: 20000000\ntarget: my-tokenizer"),
-        ("export HF_TOKEN=abcdefgh1", "export HF_TOKEN=<redacted>"),
-        ("+password = 'hunter2'", "+password = '<redacted>'"),
-        ('"AWS_SECRET_ACCESS_KEY": "abcd1234"', '"AWS_SECRET_ACCESS_KEY": "<redacted>"'),
-        ("url = https://me:hunter2@host/x.git", "url = https://me:<redacted>@host/x.git"),
-        ("notes=/bPxRfi/CYEXAMPLE", "notes=<redacted>"),
-        ("psql with battery staple", "psql with <redacted>"),
-        ("aws_secret_access_key = wJalrXUtnFEMI/K7MDENG", "aws_secret_access_key = <redacted>"),
-        ("curl -H 'Authorization: Bearer abcdef0123456789'", "curl -H 'Authorization: Bearer <redacted>'"),
-        ("wandb login 0123456789abcdef", "wandb login <redacted>"),
-        ("huggingface-cli login --token hf0123456789", "huggingface-cli login --token <redacted>"),
-        ("https://a1b2c3d4e5f6a7b8c9@dev.example.com/x", "https://<redacted>@dev.example.com/x"),
-        ("glpat-abcdefghij0123456789", "<redacted>"),
-        ("password: hunter2x", "password: <redacted>"),
-        ("+    password: str = field(); token: Token = next()", "+    password: str = field(); token: Token = next()"),
-        ("+    secret = config.password2.value", "+    secret = config.password2.value"),
-        ("git@github.com:me/x.git and ssh://git@host/x", "git@github.com:me/x.git and ssh://git@host/x"),
-        ("+    tokens = batch.tokens; key = 'train.steps'", "+    tokens = batch.tokens; key = 'train.steps'"),
-        ("KEY=VALUE HF_TOKEN=$HF_TOKEN", "KEY=VALUE HF_TOKEN=$HF_TOKEN"),
+        "read /run/secrets/token",
+        "tokens: 20000000\ntarget: my-tokenizer",
+        "+    password: str = field(); token: Token = next()",
+        "+    secret = config.password2.value",
+        "git@github.com:me/x.git and ssh://git@host/x",
+        "+    tokens = batch.tokens; key = 'train.steps'",
+        "KEY=VALUE HF_TOKEN=$HF_TOKEN",
     ],
 )
-def test_secrets_are_told_from_code(text: str, hidden: str) -> None:
-    assert redacted(text, SECRETS) == hidden
+def test_code_is_told_from_secrets(text: str) -> None:
+    assert redacted(text, SECRETS) == text
 
 
 PLANTED = (
@@ -260,6 +246,10 @@ PLANTED = (
     "{wandb_v1_abcdefghijklmnopqrstuvwxyz}",
     "{hf_abcdefghijklmnopqrstuvwx}",
     "{ghp_abcdefghijklmnopqrstuvwxyz0123456789}",
+    "{glpat-abcdefghij0123456789}",
+    "https://{a1b2c3d4e5f6a7b8c9}@dev.example.com/x",
+    "wandb login {0123456789abcdef}",
+    "huggingface-cli login --token {hf0123456789}",
     "{sk-proj-abcdefghijklmnopqrstuvwx}",
     "AccountKey={abcdefghijklmnop==};",
     'os.environ["HF_TOKEN"] = "{letmeinplease}"',
@@ -319,9 +309,7 @@ def test_no_file_of_ours_holds_a_planted_secret(tmp_path: Path, monkeypatch: pyt
     """One place: whatever is written whole goes through it."""
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
-    provenance.record_start(
-        tmp_path, {"git": {"sha": "1", "branch": "correct horse", "dirty": True}}, "+w4ndb-0123456789"
-    )
+    provenance.record_start(tmp_path, {"submit_host": "correct horse"}, "+w4ndb-0123456789")
     write_atomic(tmp_path / "error.txt", "ValueError: correct horse")
     found = {path.name: path.read_text() for path in tmp_path.iterdir()}
     assert len(found) == 3
