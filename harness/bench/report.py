@@ -32,7 +32,7 @@ class Report:
     regimes: Sequence[Facts]
     """`title`, `settings`, `rows` (`_row`) and `targets` (`_targets`) of each workload."""
     processes: Sequence[Facts]
-    """Of `harness.bench.record.Process`."""
+    """Facts of each `harness.bench.record.Process`."""
     missing: Mapping[str, str]
     notes: Sequence[str]
     """Caveats: disturbed blocks, peaks off their plan, other sources."""
@@ -120,7 +120,7 @@ def _regimes(processes: Sequence[Process], references: Mapping[str, str]) -> Ite
 
 
 def _details(arms: Mapping[str, Sequence[Process]]) -> dict[str, str]:
-    """What tells an arm from others of its engine and sharding."""
+    """Settings that tell an arm from others of its engine and sharding."""
     kinds: dict[Any, dict[str, Mapping[str, Any]]] = defaultdict(dict)
     for arm, (process, *_) in arms.items():
         kinds[process.facts["engine"], process.facts["strategy"]][arm] = process.config
