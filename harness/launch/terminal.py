@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import IO, Any
 
 from harness.store import screen
-from harness.store.step_time import rates
+from harness.store.results import rates
 
 PLAIN_LINES = 10
 PLAIN_PAUSE_S = 15.0
@@ -29,9 +29,9 @@ def progress_line(record: Mapping[str, Any], steps: int, held_out: float | None,
     return (
         f"step {record['step']}/{steps}  loss {record['loss']:.4f}  "
         + (f"held out {held_out:.4f}  " if held_out is not None else "")
-        + f"{1e3 * recent_s:.0f} ms/step  {screen.quantity(rate.get('tokens', 0.0))} tokens/s  "
-        + (f"{rate['tflops']:.3g} TFLOP/s  " if "tflops" in rate else "")
-        + (f"MFU {rate['mfu']:.1f} %  " if "mfu" in rate else "")
+        + f"{1e3 * recent_s:.0f} ms/step  {screen.quantity(rate['tokens_per_s'] or 0.0)} tokens/s  "
+        + (f"{rate['tflops_per_rank']:.3g} TFLOP/s  " if rate["tflops_per_rank"] else "")
+        + (f"MFU {rate['mfu']:.1%}  " if rate["mfu"] else "")
         + f"{num_bytes / 2**20:.0f} MiB  ETA {screen.duration((steps - record['step']) * recent_s)}"
     )
 

@@ -27,8 +27,6 @@ def results(run: RunDir) -> dict[str, Any]:
     lines, summary = tail(run.metrics), read_summary(run) or {}
     last: Mapping[str, Any] = lines[-1] if lines else {}
     seconds = median_step_time(lines, summary)
-    per_s = 1.0 / seconds if seconds else None
-    share = (last.get("step_time_s") or 0.0) * per_s if per_s else 0.0
     planned, sent = summary.get("planned") or {}, last.get("comm")
     exposed, held_out = numbers(lines, "time/exposed_comm_s"), numbers(lines, "validation/loss")[-1:]
     return {
@@ -40,9 +38,7 @@ def results(run: RunDir) -> dict[str, Any]:
         "final_grad_norm": last.get("grad_norm"),
         "step_time_s": seconds,
         "exposed_comm_s": statistics.median(exposed) if exposed else None,
-        "tokens_per_s": (last.get("tokens") or 0) * (per_s or 0) or None,
-        "tflops_per_rank": (last.get("tflops_per_rank") or 0) * share or None,
-        "mfu": (last.get("mfu") or 0) * share or None,
+        **rates(last, seconds),
         "accounted_bytes": sum((summary.get("accounted_bytes") or {}).values()) or None,
         "peak_bytes": _peak(lines, summary),
         "rss_bytes": max(numbers(lines, "memory/rss"), default=None),
@@ -51,6 +47,16 @@ def results(run: RunDir) -> dict[str, Any]:
         "leaves_plan": leaves_plan(summary),
         "wall_s": summary.get("wall_s"),
     }
+
+
+def rates(last: Mapping[str, Any], seconds: float | None) -> dict[str, float | None]:
+    """`tokens_per_s`, `tflops_per_rank` and `mfu` at the median step time; None where not recorded.
+
+    Args: last: a run's newest record.
+    """
+    share = (last.get("step_time_s") or 0.0) / seconds if seconds else 0.0
+    arithmetic = {name: (last.get(name) or 0.0) * share or None for name in ("tflops_per_rank", "mfu")}
+    return {"tokens_per_s": (last.get("tokens") or 0) / seconds or None if seconds else None, **arithmetic}
 
 
 def median_step_time(lines: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> float | None:

@@ -90,7 +90,9 @@ def the_rows(cells: int) -> list[watch.Row]:
 
 
 def _columns(place: int) -> dict[str, str]:
-    return watch.columns(STATES[place % 4][0], place % 5 == 0, 20, {"steps_done": 3, "final_loss": 3.3, "step_time_s": 0.123})
+    return watch.columns(
+        STATES[place % 4][0], place % 5 == 0, 20, {"steps_done": 3, "final_loss": 3.3, "step_time_s": 0.123}
+    )
 
 
 @pytest.mark.parametrize("columns", [60, 80, 100])
