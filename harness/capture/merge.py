@@ -23,7 +23,7 @@ from torch import Tensor
 
 from harness.capture import describe
 from harness.capture.parts import END, FACTS, FOLDER, WIDTHS, captures_of
-from harness.probe.capture import write_final, write_step
+from harness.probe.capture import write_step
 from harness.probe.step_checks.pieces import Block, Blocks, Piece
 from harness.probe.step_checks.sketch import SKETCHES, Place
 from harness.probe.step_checks.table import columns_of, relative, rows_of
@@ -76,7 +76,7 @@ def cut(folder: Path, done: int) -> None:
         there = f"holds {count} steps" if count else "holds no run that can go on"
         raise ValueError(f"{folder.parent.parent} {there}: it cannot go on behind {done}")
     later = [path for path in captures_of(folder) if int(path.stem[5:]) > done]
-    for path in (folder / END, folder / "final.safetensors", *later):
+    for path in (folder / END, *later):
         path.unlink(missing_ok=True)
     lines = part.lines[:done]
     os.truncate(folder / "rows.f64", part.row_bytes * sum(line["looked"] for line in lines))
@@ -349,9 +349,7 @@ class Merged:
         names = [[path.stem for path in captures_of(part.folder)] for part in self.parts]
         found = [name for name in names[0] if all(name in each for each in names) and int(name[5:]) <= self.steps]
         steps = [int(name[5:]) for name in found]
-        final = {part: part.tensors("final") for part in self.parts}
-        has_final = all(final.values()) and bool(steps)
-        plan = {"gradients": steps, "updates": steps, "final": has_final, "num_bytes": 0, "left_out": ""}
+        plan = {"gradients": steps, "updates": steps, "num_bytes": 0, "left_out": ""}
         folder = self.path / "capture"
         for name, step in zip(found, steps, strict=True):
             pieces = {part: part.tensors(name) for part in self.parts}
@@ -365,10 +363,8 @@ class Merged:
                     terms[of] = norm
             facts: dict[str, Any] = {"num_microbatches": self.fed[step - 1]["microbatches"], "plan": plan}
             if terms:
-                facts |= {"terms": terms, "kept": {}, "wrong_weights": [], "whole": list(terms)}
+                facts |= {"terms": terms, "wrong_weights": [], "whole": list(terms)}
             write_step(folder, step, tensors, facts)
-        if has_final:
-            write_final(folder, self.steps, self._assembled(final))
         return steps
 
     def _assembled(self, pieces: Mapping[Rank, Mapping[str, Tensor]]) -> dict[str, Tensor]:
@@ -384,9 +380,9 @@ class Merged:
         return found
 
     def _tensor_of(self, key: str) -> str:
-        """Tensor of a last weight, of a part of a step, or of a moment."""
+        """Tensor of a part of a step, or of a moment."""
         name = key.partition("/")[2]
-        return next(each for each in (name, name.rpartition("/")[0], key) if each in self.holders)
+        return name if name in self.holders else name.rpartition("/")[0]
 
 
 def _known(values: Array) -> Array:

@@ -8,7 +8,6 @@ the last to end reads all of them. So a crash leaves what was seen until then.
     steps.jsonl             a line a step: losses, digests of the data, learning rate, seconds
     rows.f64                a row a step that was looked at: of each tensor `WIDTHS`, NaN where nothing was seen
     step-000001.safetensors of chosen steps this rank's pieces: gradient/ local/ before/ moment/ after/
-    final.safetensors       its pieces of the last weights
     end.json                steps, why it ended, and digests of the last weights
 """
 
@@ -85,15 +84,12 @@ class Part:
             self._rows.write(rows.contiguous().numpy().astype("<f8").tobytes())
         self._lines.write((encode(line) + "\n").encode())
 
-    def tensors(self, name: str, tensors: Mapping[str, Tensor], *, wait: bool = False) -> None:
+    def tensors(self, name: str, tensors: Mapping[str, Tensor]) -> None:
         """Write tensors that nobody changes any more, beside the training. Raises what the last writing raised."""
         held = {key: each.detach().to("cpu").contiguous() for key, each in tensors.items()}
         self._await()
         self._writing = Thread(target=self._write, args=(name, held))
-        if wait:  # a process that ends begins no thread
-            self._writing.run()
-        else:
-            self._writing.start()
+        self._writing.start()
 
     def _write(self, name: str, tensors: Mapping[str, Tensor]) -> None:
         temporary = self.folder / f"{name}.tmp"

@@ -252,9 +252,6 @@ class Run:
         assert self._watching is not None
         assert self._part is not None
         self._watching.follow()
-        size = self._watching.bytes_here()
-        if self._kept_bytes + size <= self.limit_bytes:
-            self._part.tensors("final", self._watching.weights(), wait=True)
         final = self._watching.digests()
         self._part.end({"state": State.done.value, "reason": "", "steps": self.steps, "final": final})
 

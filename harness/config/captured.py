@@ -4,12 +4,11 @@
 1000, 10,000, ...: a run of 10,000 steps captures four. Each has the gradients, their local sums, the weights after the
 update, and the weights and moments before it, so that the optimizer's rule can be checked on whole tensors. With n
 weights of fp32, gradients in fp32 and Adam, gradients and their local sums take (4 + 4) n bytes, the weights after it
-4 n, and weights and moments before it 4 n + 8 n: 24 n a step, 16 n for the first; the last weights are those after the
-last step, or 4 n.
+4 n, and weights and moments before it 4 n + 8 n: 24 n a step, 16 n for the first.
 
 All of it passes through the first rank's memory while the others wait, so `measure.capture_limit_mib` bounds it: step
-1's gradients where one step of gradients fits, and the rest in order of worth (first update, last weights, last step,
-then 100, 1000, ...) while all of it together fits. At 1 GiB a model of 20 M weights captures two steps, one of 250 M
+1's gradients where one step of gradients fits, and the rest in order of worth (first update, last step, then 100, 1000,
+...) while all of it together fits. At 1 GiB a model of 20 M weights captures two steps, one of 250 M
 the gradients of the first, and one of 270 M nothing. Sketches of every step (`measure.step_checks`) do not grow with
 it.
 """
@@ -31,12 +30,11 @@ MIB = 2**20
 class Captured(NamedTuple):
     """Captured steps (counted from 1, in order) and their size.
 
-    final: True if the last weights are captured. left_out: reason for each omission; empty where there is none.
+    left_out: reason for each omission; empty where there is none.
     """
 
     gradients: tuple[int, ...] = ()
     updates: tuple[int, ...] = ()
-    final: bool = False
     num_bytes: int = 0
     left_out: str = ""
 
@@ -70,12 +68,11 @@ def _chosen(cfg: Config) -> Captured:
     for each in _parts(cfg):
         gradients = tuple(sorted({*found.gradients, *each.gradients}))
         updates = tuple(sorted({*found.updates, *each.updates}))
-        final = found.final or each.final
-        size = _size(cfg, gradients, updates) + final * parameter_count(cfg) * cfg.dtype.main_params.bytes
+        size = _size(cfg, gradients, updates)
         if size > limit * MIB:
             said = f"with {each.left_out} it would be {size / MIB:,.0f} MiB, measure.capture_limit_mib={limit}"
             return found._replace(left_out=said)
-        found = Captured(gradients, updates, final, size)
+        found = Captured(gradients, updates, size)
     return found
 
 
@@ -86,7 +83,6 @@ def _parts(cfg: Config) -> Iterator[Captured]:
         yield Captured(updates=(first,), left_out="the update of step 1")
     elif listed:
         yield Captured(updates=tuple(listed), left_out="the updates that are listed")
-    yield Captured(final=True, left_out="the weights of the end")
     for step in others:
         yield Captured((step,), () if listed is not None else (step,), left_out=f"step {step}")
 

@@ -266,7 +266,7 @@ class MeasureConfig(Group):
     """How many of train.steps are warm-up steps before the timed ones (bench). Fixed beforehand."""
     capture_steps: list[Annotated[int, Range(1, COUNT)]] | None = None
     """Steps whose full gradients, before clipping, are written to `capture/`. null: the first step, the last, and
-    100, 1000, ... between them, with their updates and the last weights, as many as fit into capture_limit_mib."""
+    100, 1000, ... between them, with their updates, as many as fit into capture_limit_mib."""
     update_steps: list[Annotated[int, Range(1, COUNT)]] | None = None
     """Steps whose whole update (main weights after minus before) is written to `capture/`; it shows faults that Adam
     hides in later numbers. null: the steps chosen by capture_steps if that is null too, otherwise none."""

@@ -17,7 +17,7 @@ from harness.store.rundir import RunDir
 
 PRIVATE = ("launch", "wandb", "notes", "hosts", "submit_host", "created", "git", "platform", "own", "environment")
 """Groups of settings and facts of the origin that say who ran it and where, and change no number."""
-SUMMARY = ("initial_weights", "final_weights", "decayed", "structure", "other_replicas", "restored")
+SUMMARY = ("initial_weights", "final_weights", "decayed", "other_replicas", "restored")
 
 
 def made(run: Path) -> bytes:

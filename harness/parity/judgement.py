@@ -51,7 +51,6 @@ def _judged_alone(run: Record, arithmetic: Arithmetic, factors: tuple[tuple[floa
         *structure.check(run),
         *optimizer.check(run),
         *every_step.check(run, arithmetic),
-        *structure.check_ending(run),
         *(finding for step in seen if not run.is_watched for finding in witness.check(run, step, arithmetic, factors)),
     )
 
@@ -173,7 +172,7 @@ class Judgement:
         """Number of tensors that both streams follow, and of all that either run recorded."""
         runs = (self.arm, self.control)
         streams = [set() if run.stream is None else {each.name for each in run.stream.tensors} for run in runs]
-        held = [of for run in runs for of in (run.captures.get(1), run.final) if of is not None]
+        held = [of for run in runs if (of := run.captures.get(1)) is not None]
         return len(streams[0] & streams[1]), len(set[str]().union(*streams, *(of.tensors for of in held)))
 
     @cached_property
@@ -239,16 +238,13 @@ class Judgement:
             factors = numeric.suspects(self.envelope)
             kinds += numeric.first_step(self.pairs[1], self.mismatches[1], self.envelope, factors)
         kinds += forward.check(self.arm, self.control, self.envelope) if self.last else []
-        kinds += [self._logged_norms(usable), *self._captured(usable)]
-        whole = self.last == self.control.length and not self._is_certain(self.last)
-        steps = trajectory.check(self.arm, self.control, self.envelope, self.push, self.span, whole=whole)
+        kinds += self._captured(usable)
+        steps = trajectory.check(self.arm, self.control, self.envelope, self.push, self.span)
         kinds += [[f for f in kind if f.step == 1 or not self._is_certain(f.step)] for kind in steps]
         kinds += self._jumps()
         if self.certain:
             until = min(self.last, self.certain + 1)
             kinds += [divergence.losses(self.arm, self.control, self.envelope, until, self.last_stable)]
-        if self.last == self.control.length:
-            kinds += [divergence.last_weights(self.arm, self.control, self.envelope, self.distances)]
         return self._placed([kind for kind in kinds if kind])
 
     def losses(self) -> list[Finding]:
@@ -325,16 +321,6 @@ class Judgement:
         if stage is Stage.reduction and self._taken is not stage:
             return replace(finding, stage=self._taken, since=stage)
         return replace(finding, stage=stage)
-
-    def _logged_norms(self, usable: Sequence[int]) -> list[Finding]:
-        found = []
-        for step in usable:
-            if self.mismatches[step]:
-                continue
-            norms = [pair.arm_norm for pair in self.pairs[step]], [pair.norm for pair in self.pairs[step]]
-            found.append(numeric.logged_norm(self.arm, step, norms[0], self.envelope.arm.logged_norm))
-            found.append(numeric.logged_norm(self.control, step, norms[1], self.envelope.control.logged_norm))
-        return found
 
     @cached_property
     def _sketched(self) -> Apart | None:

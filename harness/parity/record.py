@@ -78,7 +78,6 @@ class Record:
     """
     draws: int
     """Draws that `moves` is the mean square of."""
-    final: Capture | None
     attempts: int
     forward: Forward | None
     """Sketches of the modules' outputs at step 1, if observed."""
@@ -156,7 +155,7 @@ def _of_baseline(path: Path, sources: str | None, assumed: Mapping[str, Any]) ->
     origin, config = found["provenance"], Settings(path, {**assumed, **found.pop("config")})
     problems = _origin_problems(origin, None if WATCHED in origin else sources)
     found |= {key: {} for key in ("captures", "updates", "weights", "moments", "witnesses")}
-    found |= {"final": None, "problems": tuple(problems), "files": "whole", "is_baseline": True}
+    found |= {"problems": tuple(problems), "files": "whole", "is_baseline": True}
     return Record(path, path.name, config, **found)
 
 
@@ -192,7 +191,6 @@ def _load(run: RunDir, sources: str | None, assumed: Mapping[str, Any]) -> Recor
         of.moments,
         of.witnesses,
         *_rounding(run, problems),
-        of.final,
         len(run.attempts()),
         _read(lambda: check_stream.read_forward(run.path), None, problems),
         _read(lambda: check_stream.read(run.path), None, problems),

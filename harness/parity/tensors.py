@@ -1,8 +1,8 @@
 """Captured steps of a run: safetensors files, read through the page cache, tensor by tensor.
 
 Of the present format ([Note: A captured step], harness/probe/capture.py) or the former. Former runs have a file and a
-description a kind: `step-`, `witness-`, `update-`, `weights-`, `moments-000001` and `final`, with `.safetensors` and
-`.json`, and `captured.json` beside them.
+description a kind: `step-`, `witness-`, `update-`, `weights-` and `moments-000001`, with `.safetensors` and `.json`,
+and `captured.json` beside them.
 """
 
 from __future__ import annotations
@@ -115,8 +115,6 @@ class Recomputed:
     """Sum of all local gradients, averaged, by parameter; fp64."""
     terms: Mapping[str, float]
     """Root of the sum of the squared norms of the terms, averaged alike."""
-    kept: Mapping[str, int]
-    """Checksum of each main weight before the step, in the compute dtype."""
     wrong_weights: tuple[Mapping[str, Any], ...]
     """Weights of a rank's forward that differ from rank 0's main weights: rank, tensor, what."""
 
@@ -129,7 +127,6 @@ class Steps:
     weights: dict[int, Capture] = field(default_factory=dict)
     moments: dict[int, Capture] = field(default_factory=dict)
     witnesses: dict[int, Recomputed] = field(default_factory=dict)
-    final: Capture | None = None
     ends: dict[int, Capture] = field(default_factory=dict)
     """Weights after captured updates."""
     problems: list[str] = field(default_factory=list)
@@ -153,14 +150,13 @@ def read(folder: Path, steps: Sequence[int] | None, updates: Sequence[int] | Non
     elif all(headers.values()):
         found.problems.append(f"no step of {folder} has a plan: which steps were to be captured is not known")
     if is_former:
-        _take_former(found, folder, bool(files))
+        _take_former(found, folder)
         return found
     for step in sorted({*found.plan.gradients, *found.plan.updates}) if files else ():
         if step not in headers:
             found.problems.append(f"{folder / f'step-{step:06d}.safetensors'} is missing")
         elif (header := headers[step]) is not None:
             _take(found, step, header)
-    _take_final(found, folder)
     return found
 
 
@@ -211,7 +207,7 @@ def _read_plan(folder: Path, problems: list[str], *, is_needed: bool) -> Mapping
 def _planned(facts: Mapping[str, Any] | None) -> Captured:
     if facts is None:
         return Captured()
-    return Captured(**{**facts, "gradients": tuple(facts["gradients"]), "updates": tuple(facts["updates"])})
+    return Captured(tuple(facts["gradients"]), tuple(facts["updates"]), facts["num_bytes"], facts["left_out"])
 
 
 def _take(found: Steps, step: int, header: _Header) -> None:
@@ -250,38 +246,11 @@ def _take_recomputed(found: Steps, step: int, header: _Header, gradients: Captur
 
     terms = {name: float(header.facts["terms"][name]) for name in local.tensors}
     wrong = tuple(header.facts["wrong_weights"])
-    found.witnesses[step] = Recomputed(Computed(local, values), terms, header.facts["kept"], wrong)
+    found.witnesses[step] = Recomputed(Computed(local, values), terms, wrong)
 
 
-def _take_final(found: Steps, folder: Path) -> None:
-    """Last weights: those of the last step, but for those that a file of their own has."""
-    path, after = folder / "final.safetensors", found.ends.get(max(found.plan.updates, default=0))
-    if not found.plan.final:
-        return
-    try:
-        changed = Capture(path) if path.exists() or after is None else None
-    except Unreadable as error:
-        found.problems.append(str(error))
-        return
-    if after is None or changed is None:
-        found.final = changed or after
-        return
-    found.final = _Overlaid(after, changed)
-
-
-class _Overlaid(Capture):
-    """Tensors of one capture, and those of another where it has none."""
-
-    def __init__(self, under: Capture, over: Capture) -> None:
-        super().__init__(over.path, {**under.tensors, **over.tensors})
-        self._under, self._over = under, over
-
-    def raw(self, name: str) -> Any:
-        return (self._over if name in self._over.tensors else self._under).raw(name)
-
-
-def _take_former(found: Steps, folder: Path, has_files: bool) -> None:
-    """Add all steps of the former format. Args: has_files: the folder has a safetensors file."""
+def _take_former(found: Steps, folder: Path) -> None:
+    """Add all steps of the former format."""
 
     def opened(path: Path) -> Capture | None:
         try:
@@ -307,13 +276,8 @@ def _take_former(found: Steps, folder: Path, has_files: bool) -> None:
         try:
             facts = read_json(path, WITNESS) or {}
             terms = {name: float(facts["terms"][name]) for name in capture.tensors}
-            found.witnesses[step] = Recomputed(capture, terms, facts["kept"], tuple(facts["wrong_weights"]))
+            found.witnesses[step] = Recomputed(capture, terms, tuple(facts["wrong_weights"]))
         except StoreError as error:
             found.problems.append(str(error))
         except (KeyError, ValueError) as error:
             found.problems.append(f"{path} is damaged: {error!r}")
-    final = folder / "final.safetensors"
-    if final.exists():
-        found.final = opened(final)
-    elif found.plan.final and has_files:
-        found.problems.append(f"{final} is missing")

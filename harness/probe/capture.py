@@ -5,7 +5,7 @@ global microbatches, before clipping; `local/`, the sum of local gradients in fp
 beside an fp64 gradient); `before/`, main weights before the step, unless the step before has them as `after/`;
 `moment/`, the optimizer's entries before the step (`moment/NAME/ENTRY`), not at step 1, where they are zero; `after/`,
 main weights after it. The metadata's `harness` is JSON: step, num_microbatches, plan (captured steps, if chosen), and
-of a step observed beside the engine terms, kept, wrong_weights and whole (parameters whose `local/` is the sum itself).
+of a step observed beside the engine terms, wrong_weights and whole (parameters whose `local/` is the sum itself).
 """
 
 from __future__ import annotations
@@ -27,11 +27,6 @@ from harness.store.shapes import METADATA
 def write_step(folder: Path, step: int, tensors: Mapping[str, Tensor], facts: Mapping[str, object]) -> None:
     """Write a captured step, atomically; tensors have the prefixes above. Raises `OSError`."""
     _write(folder / f"step-{step:06d}.safetensors", tensors, {"step": step, **facts})
-
-
-def write_final(folder: Path, steps: int, weights: Mapping[str, Tensor]) -> None:
-    """Last main weights, of those that are not the last step's `after/`, as `final.safetensors`. Raises `OSError`."""
-    _write(folder / "final.safetensors", weights, {"step": steps})
 
 
 def write_plan(folder: Path, plan: Mapping[str, object]) -> None:

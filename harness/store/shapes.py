@@ -135,11 +135,6 @@ PROVENANCE: Shape = {
 }
 _ASKED: Shape = {"requested": str, "effective": str}
 _RESTORED: Shape = {"step": int, "wrong": Each(list, str)}
-_STRUCTURE: Shape = {
-    "aliases": Each(list, Each(list, str, count=2)),
-    "untied": Each(list, str),
-    "elsewhere": Each(list, str),
-}
 _COLLECTIVE: Shape = {"bucket": Maybe(str), "count": int, "kind": str, "bytes": int}
 SUMMARY: Shape = {
     "accounted_bytes?": Maybe(Each(dict, int)),
@@ -158,12 +153,10 @@ SUMMARY: Shape = {
     "worked_out_again?": {"steps": int, "seconds": NUMBER},
     "decayed?": Maybe(Each(list, str)),
     "orthogonalized?": Maybe(Each(list, str)),
-    "structure?": Maybe(_STRUCTURE),
 }
 CAPTURED: Shape = {
     "gradients": Each(list, int),
     "updates": Each(list, int),
-    "final": bool,
     "num_bytes": int,
     "left_out": str,
 }
@@ -199,7 +192,6 @@ STEP: Mapping[str, Shape] = {
 _WRONG_WEIGHT: Shape = {"rank": int, "tensor": str, "what": str}
 WITNESS: Shape = {
     "terms": Each(dict, (str, *NUMBER)),
-    "kept": Each(dict, int),
     "wrong_weights": Each(list, _WRONG_WEIGHT),
     "whole?": Each(list, str),
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from typing import Any
@@ -16,10 +16,9 @@ from harness.config.schema import OptimizerName
 from harness.config.update_rule import Rule
 from harness.control import Control
 from harness.engines.adapters.single import SingleEngine
-from harness.engines.protocol import Engine, Microbatch, Seen
+from harness.engines.protocol import Engine, Microbatch
 from harness.models.workload import workload_for
-from harness.probe import witness
-from harness.probe.capture import beside, json_number, raw_bytes, write_final, write_plan, write_rounding, write_step
+from harness.probe.capture import beside, json_number, write_plan, write_rounding, write_step
 from harness.probe.rounding import COMPUTED, moves
 from harness.probe.witness import Witness, wrong_weights
 from harness.train.callbacks import Callback
@@ -40,22 +39,13 @@ class Captures(Callback):
         self._tensors: dict[str, Tensor] = {}
         """Tensors of the present step, on the first rank, as they are stored."""
         self._facts: dict[str, Any] = {}
-        self._after: dict[str, Tensor] = {}
-        """Weights after the last step, if captured."""
         self._batches: Sequence[Microbatch] = ()
         self._witness: Witness | None = None
-        self.structure: dict[str, Any] | None = None
-        """Aliased or untied tensors of the engine; None if they cannot be seen."""
 
     def write_plan(self) -> None:
         """Write the plan of a run that captures nothing; others have it in every captured step."""
         if self.is_first_rank and self.config.measure.capture_steps is None and not self.plan.gradients:
             write_plan(self.folder, self.plan._asdict())
-
-    def begin(self, step: int, engine: Engine) -> None:
-        seen = engine.seen() if self.steps else None
-        if seen is not None:
-            self.structure = self._structure(seen)
 
     def before(self, step: int, batches: Sequence[Microbatch], engine: Engine) -> None:
         """Keep main weights and moments before a captured update. Collective over all ranks.
@@ -94,9 +84,6 @@ class Captures(Callback):
         """Keep the weights after a captured update, and write the step. Collective over all ranks."""
         if step in self.update_steps:
             self._keep("after", engine.named_weights())
-            if step == self.config.train.steps and self.plan.final:
-                prefix = "after/"
-                self._after = {n.removeprefix(prefix): t for n, t in self._tensors.items() if n.startswith(prefix)}
         if self._tensors:
             if self.config.measure.capture_steps is None:
                 self._facts["plan"] = self.plan._asdict()
@@ -108,13 +95,6 @@ class Captures(Callback):
         for name, tensor in named:
             if self.is_first_rank:
                 self._tensors[f"{prefix}/{name}"] = tensor.contiguous()
-
-    def _structure(self, seen: Seen) -> dict[str, Any]:
-        aliases = witness.overlaps(self.session.engine.state_dict())
-        untied = witness.untied(workload_for(self.config).build("meta", torch.float32), seen.module)
-        rows = self.control.gather([len(aliases), len(untied)])
-        others = [f"rank {rank}" for rank, row in enumerate(rows) if any(row) and rank != self.session.ranks.rank]
-        return {"aliases": [list(pair) for pair in aliases], "untied": untied, "elsewhere": others}
 
     def stepped(self) -> dict[str, list[str]]:
         """Parameters with weight decay, and those that Muon steps; empty without captured updates."""
@@ -137,7 +117,6 @@ class Captures(Callback):
         names = list(witness.checksums)
         self._facts |= {
             "terms": {name: json_number(terms) for name, _, terms in expected},
-            "kept": dict(zip(names, kept, strict=True)),
             "wrong_weights": [asdict(each) for each in wrong_weights(names, [row[:-1] for row in rows])],
             "whole": [],
         }
@@ -149,17 +128,3 @@ class Captures(Callback):
         assert isinstance(engine, SingleEngine)
         found = moves(engine.workload.loss, engine.model, microbatches, COMPUTED, draws, self.config.train.seed)
         write_rounding(self.folder, step, draws, found)
-
-    def looking(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Last weights passed through to another reader, because they are gathered once; for `final`."""
-        for name, weight in weights:
-            if self.plan.final and self.is_first_rank:
-                after = self._after.pop(name, None)
-                if after is None or raw_bytes(after) != raw_bytes(weight):
-                    self._tensors[name] = weight.contiguous()
-            yield name, weight
-
-    def final(self) -> None:
-        if self._tensors:
-            write_final(self.folder, self.config.train.steps, self._tensors)
-            self._tensors = {}

@@ -269,10 +269,7 @@ class Loop:
     def _finish(self, status: str, start: int, wall_s: float) -> None:
         benched = {} if self.bench is None or status != "done" else self.bench.facts()
         with self.session.meters.paused():
-            weights = self.session.engine.named_weights()
-            weights = self.captures.looking(weights) if status == "done" else weights
-            final_weights = weights_digest(weights, alive=self.session.alive)
-            self.captures.final()
+            final_weights = weights_digest(self.session.engine.named_weights(), alive=self.session.alive)
             own = self.control.gather([int(final_weights[:15], 16)])
         if not self.is_first_rank:
             return
@@ -288,7 +285,6 @@ class Loop:
             "network": self._network(),
             "other_replicas": [rank for rank, row in enumerate(own) if row != own[0]],
             **self.captures.stepped(),
-            **({} if self.captures.structure is None else {"structure": self.captures.structure}),
             **({} if self.restored is None else {"restored": self.restored}),
             **self._looked(),
             "wall_s": wall_s,

@@ -313,7 +313,7 @@ LIFE: dict[str, tuple[Callable[[Path], bool], Slip]] = {
     "signed in secret": (_signed, Slip(Snapshot, "_sign", "checksums.renew(run)", "pass", "A signature is damage")),
     "asked for again": (
         _next_command,
-        Slip(wording, "_renewed", "if damaged else", "if False else", "What cannot say what it is is asked for again"),
+        Slip(wording, "_renewed", "if any(", "if False and any(", "What cannot say what it is is asked for again"),
     ),
     "left behind": (
         _starts_over,

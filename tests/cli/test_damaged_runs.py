@@ -81,7 +81,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 MORE_FACTS = {
     "restored": {"step": 2, "wrong": ["w"], "layout": {}, "passed_over": [], "cast": [], "skipped": []},
-    "structure": {"aliases": [["w", "v"]], "untied": ["u"], "elsewhere": ["rank 1"]},
     "network": {"nccl_ub": {"requested": "auto", "effective": "none", "reason": "no"}},
     "collectives": [{"bucket": "b", "count": 1, "kind": "all_gather", "bytes": 4}],
     "engine": {"name": "native"},

@@ -233,8 +233,8 @@ def test_a_command_that_starts_nothing_is_found(bench: Bench, tmp_path: Path, mo
 @kills("The comparator", "words of the future", "A verdict on a run with an unknown engine or dtype is a traceback")
 def test_unknown_words_that_are_let_in_are_found(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("harness.parity.record.unknown_words", lambda _: [])
-    with pytest.raises(KeyError, match="warp"):
-        test_what_must_agree_is_named_and_refused(bench, tmp_path, "an engine of the future")
+    with pytest.raises(KeyError, match="fp4"):
+        test_what_must_agree_is_named_and_refused(bench, tmp_path, "a dtype of the future")
 
 
 @kills("The comparator", "settings of the future", "A verdict passes over an engine's setting that nobody knows")

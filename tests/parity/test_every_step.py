@@ -271,33 +271,22 @@ def damaged(run: Path, path: Path, change: Callable[[Any], None]) -> Path:
     return path
 
 
-@pytest.mark.parametrize(("clip", "since"), [(1.0, Stage.clipping), (None, None)], ids=["clipped", "unclipped"])
-def test_a_factor_that_sgd_takes_gradients_with_is_not_called_clipping(
-    bench: Bench, tmp_path: Path, clip: float | None, since: Stage | None
-) -> None:
-    """Dampening makes the same of a gradient as another clipping; where nothing clips it is the optimizer's."""
+def test_a_factor_that_sgd_takes_gradients_with_is_not_called_clipping(bench: Bench, tmp_path: Path) -> None:
+    """Dampening makes the same of a gradient as another clipping."""
 
     def dampened(rows: Any) -> None:
         rows[AT - 1 : -1, step_columns(SKETCHES).index("norm")] = 0.1
 
-    arm = replace(OURS_SGD, checked=True, k=1, clip=clip)
-    verdict = compare(
-        damaged(bench.run(arm), tmp_path / "lab" / "arm", dampened),
-        bench.run(replace(SGD, checked=True, clip=clip)),
-        sources=CLEAN,
-    )
+    arm, control = replace(OURS_SGD, checked=True, k=1), bench.run(replace(SGD, checked=True))
+    verdict = compare(damaged(bench.run(arm), tmp_path / "lab" / "arm", dampened), control, sources=CLEAN)
     found = first(verdict)
-    assert (found.step, found.stage, found.since) == (AT, Stage.optimizer, since), verdict.sentence
+    assert (found.step, found.since, found.stage) == (AT, Stage.clipping, Stage.optimizer), verdict.sentence
 
 
-def test_a_wrong_norm_is_called_clipping_under_sgd(bench: Bench) -> None:
-    """The logged norm is off itself: that is no factor of the momentum."""
-    verdict = held(
-        bench,
-        broken(replace(OURS_SGD, checked=True, k=1), logged_norm_factor=1.01),
-        replace(SGD, checked=True),
-    )
-    assert first(verdict).stage is Stage.clipping, verdict.sentence
+def test_a_wrong_norm_is_called_clipping_under_adam(bench: Bench) -> None:
+    verdict = held(bench, broken(SEEN, logged_norm_factor=1.01), CONTROL)
+    found = first(verdict)
+    assert (found.stage, found.since) == (Stage.clipping, None), verdict.sentence
 
 
 def test_steps_that_nobody_saw_are_not_checked(bench: Bench, tmp_path: Path) -> None:

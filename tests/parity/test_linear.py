@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from harness.parity import Outcome, compare
 from harness.store.check_stream import FOLDER, step_columns
@@ -81,15 +82,15 @@ def test_time_grows_with_the_number_of_steps(bench: Bench, tmp_path: Path) -> No
 def test_a_quadratic_path_is_noticed(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from harness.parity.tiers import trajectory
 
-    lengths = trajectory.path_lengths
+    growths = trajectory.growths
 
-    def anew(run, parameters):  # type: ignore[no-untyped-def]
-        rates = run.series("lr")
-        for step in range(len(rates)):
-            math.fsum(rates[:step])
-        return lengths(run, parameters)
+    def anew(rate: float, steps: NDArray[np.int64]) -> NDArray[np.float64]:
+        numbers = steps.tolist()
+        for count in range(len(numbers)):
+            math.fsum(numbers[:count])
+        return growths(rate, steps)
 
-    monkeypatch.setattr(trajectory, "path_lengths", anew)
+    monkeypatch.setattr(trajectory, "growths", anew)
     assert fitted(bench, tmp_path, (2_000, 16_000), seconds) > 1.3
 
 

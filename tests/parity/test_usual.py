@@ -57,7 +57,7 @@ def wrong_choices() -> Iterator[str]:
         SCALE: [row(SAMPLED, shares[SAMPLED]), unusual],
         "gradient distance": [row("gradient distance", 1.2, Grade.doubt), row("weights between steps", 0.9)],
         "a check of its own": [row(SAMPLED, 0.2), row("a check of its own", 0.9)],
-        "weights at the end": [row("weights at the end", 0.03), row("weights of forwards, sketched", 1e-6)],
+        "gradient norm": [row("gradient norm", 0.03), row("weights of forwards, sketched", 1e-6)],
     }
     for name, rows in cases.items():
         found = render.farthest(rows)

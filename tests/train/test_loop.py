@@ -116,7 +116,6 @@ def test_record_of_a_run(tmp_path: Path) -> None:
     assert facts["loss"] == records[-1]["loss"]
     assert facts["initial_weights"] != facts["final_weights"]
     assert facts["other_replicas"] == []
-    assert facts["structure"] == {"aliases": [], "untied": [], "elsewhere": []}
     assert facts["step_time_s"]["median"] == statistics.median(record["step_time_s"] for record in records[1:])
 
 

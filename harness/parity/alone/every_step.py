@@ -70,7 +70,10 @@ LOOKS = {
     ),
     "sum": Look("sum, sketched", Stage.reduction, "not the sum of what its ranks computed", words="sums of gradients"),
     "norm": Look(
-        "logged norm, sketched", Stage.clipping, "not the norm of the gradient that was reduced", words="the norm"
+        "logged norm, sketched",
+        Stage.clipping,
+        "not the norm of the gradient that was reduced, or not its factor",
+        words="the norm",
     ),
     "rule": Look(
         "update by the rule, sampled",
@@ -99,17 +102,6 @@ LOOKS = {
 REQUIRED = tuple(name for name, look in LOOKS.items() if look.words and name != RECOMPUTED)
 """Columns required for a step to be right given its past; `replicas` compares nothing on one rank."""
 
-TAKEN = Look(
-    LOOKS["norm"].check,
-    Stage.optimizer,
-    "the momentum took gradients with another factor than the one that clips",
-    since=Stage.clipping,
-)
-"""Meaning of `norm` for SGD where the logged norm itself is right."""
-
-CLIPPED = replace(TAKEN, stage=Stage.clipping, wrong=TAKEN.wrong.replace("momentum", "moments"), since=None)
-"""Meaning of `norm` where the logged norm is right and moments separate the gradient's factor."""
-
 
 def check(run: Record, arithmetic: Arithmetic) -> list[Finding]:
     if run.stream is None:
@@ -136,6 +128,8 @@ def _column(run: Record, stream: Stream, name: str, arithmetic: Arithmetic) -> l
     look, values = LOOKS[name], stream.column(name)
     if name == RECOMPUTED and run.gathers_twice:
         look = replace(look, since=Stage.gather)
+    if name == "norm" and run.config.get("optimizer.name") == "sgd":  # dampening does to a gradient what clipping does
+        look = replace(look, stage=Stage.optimizer, since=Stage.clipping)
     rows = np.flatnonzero(~np.isnan(values))
     if not len(rows):
         return []
@@ -144,11 +138,9 @@ def _column(run: Record, stream: Stream, name: str, arithmetic: Arithmetic) -> l
     allowed, refuted = np.full(len(rows), limit), np.full(len(rows), most)
     if name == RECOMPUTED:
         refuted[_owed_again(run, arithmetic, values[rows])] = min(most, max(limit, REFUTED * _rounded(arithmetic)))
-    taken = ~beyond & _taken_otherwise(run, stream, steps) if name == "norm" else np.zeros(len(rows), dtype=bool)
     found = []
     for part, said in (
-        (~beyond & ~taken, look),
-        (taken, _factor(run)),
+        (~beyond, look),
         (beyond, replace(look, check=AFTER_END, wrong="changed after the last update")),
     ):
         if not part.any():
@@ -157,21 +149,6 @@ def _column(run: Record, stream: Stream, name: str, arithmetic: Arithmetic) -> l
         bounded = allowed[part], refuted[part]
         series = Series(said.check, said.stage, steps[part], observed, *bounded, said.since, note)
         found += series.findings(_named(stream, name, rows[part]))
-    return found
-
-
-def _factor(run: Record) -> Look:
-    if run.config.get("optimizer.name") != "sgd":
-        return CLIPPED
-    return TAKEN if run.config.get("optimizer.clip_norm") is not None else replace(TAKEN, since=None)
-
-
-def _taken_otherwise(run: Record, stream: Stream, steps: NDArray[np.int64]) -> NDArray[np.bool_]:
-    logged = np.array(run.series("grad_norm"), float)[steps - 1]
-    whole, said = (stream.column(name)[steps - 1] for name in ("reduced_squares", "norm"))
-    with np.errstate(divide="ignore", invalid="ignore"):
-        own = np.abs(logged - np.sqrt(whole)) / np.sqrt(whole)
-    found: NDArray[np.bool_] = own < said / 2
     return found
 
 

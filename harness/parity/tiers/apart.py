@@ -64,7 +64,6 @@ class Apart:
     """Change of the control's weights since the kept step before; NaN at the first."""
     whole: Float64
     """[steps]: of all weights after the step together."""
-    norms: Float64
 
     @property
     def sees_gradients(self) -> bool:
@@ -110,7 +109,6 @@ def apart(arm: Stream, control: Stream) -> Apart | None:
             reduced=np.sqrt(found["reduced apart"] / gradient),
             moved=np.sqrt(found["moved"] / found["weights"]),
             whole=np.sqrt(np.nansum(found["weights apart"], 1) / np.nansum(found["weights"], 1)),
-            norms=np.sqrt(found["weights"]),
         )
 
 

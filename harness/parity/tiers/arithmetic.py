@@ -149,10 +149,6 @@ MANY = 32
 """Elements from which on SAFETY covers the few draws of the perturbed reference."""
 
 
-WHOLE_LOSSES = (EngineName.native, EngineName.single)
-"""Engines whose backward begins with a microbatch's loss as it is, not divided by k."""
-
-
 class Depth(NamedTuple):
     """Roundings and products in series through a model; parallel branches count once."""
 
@@ -199,8 +195,6 @@ class Arithmetic:
     """FP8 recipe; may be empty."""
     casts_first: bool = False
     """True if weights are cast to the compute dtype before they are quantized, as FSDP2 gathers them."""
-    loss_divisor: int = 1
-    """Factor by which a token's loss is divided before the backward: a microbatch's tokens, times k in most engines."""
     exact_bits: int | None = None
     """Resolution of integer gradients under `numerics=exact`; else None."""
     seen_forward: float | None = None
@@ -216,7 +210,6 @@ class Arithmetic:
         model = _model(config)
         rows = int(config["train.microbatch_size"]) * int(config["data.seq_len"])
         routed = model.family is ModelFamily.moe
-        divides = EngineName[config["engine.name"]] not in WHOLE_LOSSES
         return cls(
             compute=config["dtype.compute"],
             wire=config["dtype.grad_comm"],
@@ -236,7 +229,6 @@ class Arithmetic:
             reused=_reused(model),
             fp8=str(config.get("dtype.fp8") or ""),
             casts_first=_casts_first(config),
-            loss_divisor=rows * (microbatches_per_rank(config) if divides else 1),
             exact_bits=int(config["numerics.exact_bits"]) if config.get("numerics.mode") == "exact" else None,
             counted=_counted(config),
         )

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cache, cached_property, partial
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
@@ -38,8 +38,6 @@ VERSIONS = ("torch",)
 
 VARIABLES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_CBWR", "NVIDIA_TF32_OVERRIDE")
 
-NEEDED = ("cpu_model", "threads_per_rank")
-
 SOURCES = "sources"
 
 
@@ -50,11 +48,8 @@ def check(arm: Record, control: Record) -> list[Finding]:
     if is_one(arm, control):
         return _check_watched(arm, control)
     return [
-        finding(SOURCES, Stage.record, arm.provenance["sources_digest"], control.provenance["sources_digest"]),
-        *_config(arm, control),
-        *_origin(arm, control),
+        *_held([_facts(run) for run in (arm, control)]),
         *_kernels(arm, control),
-        *_own(arm, control),
         finding("initial weights", Stage.weights, arm.summary["initial_weights"], control.summary["initial_weights"]),
         *(_steps(key, arm, control) for key in ("tokens", "lr", "data_digest")),
     ]
@@ -84,41 +79,31 @@ def _short(value: object) -> str:
     return text if len(text) <= 48 else f"{text[:45]}..."
 
 
-def _config(arm: Record, control: Record) -> list[Finding]:
-    held = [key for key in sorted(arm.config.keys() | control.config.keys()) if must_agree(key)]
-    differing = [key for key in held if arm.config.get(key) != control.config.get(key)]
-    if not differing:
-        return [fact("configuration", Stage.record, "equal", tier="T0", count=len(held))]
-    return [finding(key, Stage.record, arm.config.get(key), control.config.get(key)) for key in differing]
+def _held(facts: Sequence[Mapping[str, Any]], stage: Stage = Stage.record) -> list[Finding]:
+    """A finding for each fact that differs between two runs, and one for all others."""
+    left, right = facts
+    odd = [key for key in {**left, **right} if left.get(key) != right.get(key)]
+    equal = fact("configuration", stage, "equal", tier="T0", count=len({**left, **right}) - len(odd))
+    return [*([equal] if equal.count else []), *(finding(key, stage, left.get(key), right.get(key)) for key in odd)]
 
 
-def _origin(arm: Record, control: Record) -> list[Finding]:
-    left, right = _facts(arm.provenance), _facts(control.provenance)
-    findings = [finding(key, Stage.record, left[key], right[key]) for key in left]
-    unknown = [key for key in NEEDED if left[key] is None]
-    told = partial(fact, stage=Stage.record, tier="T0", note="provenance.json does not say")
-    return findings + [told(key, observed="absent", wanted="known") for key in unknown]
+def _facts(run: Record) -> dict[str, Any]:
+    own = {f"files of {each['name']}": each["digest"] for each in _own(run)}
+    settings = {key: run.config[key] for key in sorted(run.config) if must_agree(key)}
+    return {SOURCES: run.provenance["sources_digest"], **settings, **_origin(run.provenance), **own}
 
 
-def _own(arm: Record, control: Record) -> list[Finding]:
-    left, right = (
-        {each["name"]: each["digest"] for each in run.provenance.get("own", ()) if each["kind"] not in FREE_OWN}
-        for run in (arm, control)
-    )
-    return [finding(f"files of {name}", Stage.record, left.get(name), right.get(name)) for name in {**left, **right}]
+def _own(run: Record) -> list[dict[str, str]]:
+    return [each for each in run.provenance.get("own", ()) if each["kind"] not in FREE_OWN]
 
 
 def _kernels(arm: Record, control: Record) -> list[Finding]:
     """Switches of torch that both records have; runs of versions before do not say."""
     left, right = (run.provenance.get("kernels") or {} for run in (arm, control))
-    note = "a switch of torch that chooses kernels; the program, or a package that it imports, has set it"
-    return [
-        finding(f"torch's {key}", Stage.record, left[key], right[key], note=note if left[key] != right[key] else "")
-        for key in sorted(left.keys() & right.keys())
-    ]
+    return _held([{f"torch's {key}": each[key] for key in left.keys() & right.keys()} for each in (left, right)])
 
 
-def _facts(origin: Mapping[str, Any]) -> dict[str, object]:
+def _origin(origin: Mapping[str, Any]) -> dict[str, object]:
     versions, environment = origin.get("versions") or {}, origin.get("environment") or {}
     return {
         **{f"{name} version": versions.get(name) for name in VERSIONS},
@@ -231,8 +216,6 @@ RULE = ("name", "target", "betas", "eps", "momentum", "weight_decay")
 OF_RULE = {"sgd": ("momentum", "weight_decay"), "adam": RULE[2:4] + RULE[5:], "adamw": RULE[2:4] + RULE[5:]}
 """Constants that matter, by the optimizer's name."""
 
-NAMED = ("device", "cpu_model", "cpu_capability", "threads_per_rank", "cuda", "allow_tf32")
-
 
 def is_one(arm: Record, control: Record) -> bool:
     return arm.is_watched or control.is_watched
@@ -244,18 +227,13 @@ def is_mixed(arm: Record, control: Record) -> bool:
 
 def _check_watched(arm: Record, control: Record) -> list[Finding]:
     steps = finding("steps", Stage.record, arm.length, control.length)
-    found = [steps, *_rule(arm, control), *_weights(arm, control)]
+    settings = [f"optimizer.{key}" for key in ("name", *OF_RULE.get(str(arm.config["optimizer.name"]), RULE[1:]))]
+    rules = [{setting: run.config.get(setting) for setting in settings} for run in (arm, control)]
+    found = [steps, *_held(rules, Stage.optimizer), *_weights(arm, control)]
     if steps.grade is Grade.ok:
         fed = tells_data(arm) and tells_data(control) and not is_mixed(arm, control)
         found += [_steps(key, arm, control) for key in ("lr", *(["data_digest"] if fed else []))]
     return found
-
-
-def _rule(arm: Record, control: Record) -> Iterator[Finding]:
-    names = [str(run.config["optimizer.name"]) for run in (arm, control)]
-    for key in ("name", *OF_RULE.get(names[0], RULE[1:])):
-        setting = f"optimizer.{key}"
-        yield finding(setting, Stage.optimizer, arm.config.get(setting), control.config.get(setting))
 
 
 def _weights(arm: Record, control: Record) -> Iterator[Finding]:
@@ -306,15 +284,11 @@ def _sees(run: Record, column: str) -> bool:
 
 
 def _others(arm: Record, control: Record) -> Iterator[str]:
-    left, right = (_named(run.provenance) for run in (arm, control))
-    odd = [f"{key} {left[key]} and {right[key]}" for key in left if left[key] != right[key]]
+    left, right = (_origin(run.provenance) for run in (arm, control))
+    known = [key for key in left if None not in (left[key], right[key])]
+    odd = [f"{key.removesuffix(' version')} {left[key]} and {right[key]}" for key in known if left[key] != right[key]]
     if odd:
         yield f"they ran with {', '.join(odd)}"
-
-
-def _named(origin: Mapping[str, Any]) -> dict[str, Any]:
-    versions = origin.get("versions") or {}
-    return {"torch": versions.get("torch"), **{key: origin.get(key) for key in NAMED}}
 
 
 def as_stepped(run: Record) -> Record:

@@ -1,19 +1,10 @@
-"""How two runs part whose steps are all checked, what their last weights may differ by, and steps of two equal runs.
+"""How two runs part whose steps are all checked, and steps of two equal runs.
 
-docs/verdicts.md derives the bounds ("Two runs with every step checked", "The final weights"). Where every step of both
+docs/verdicts.md derives the bounds ("Two runs with every step checked"). Where every step of both
 runs was seen to be right, three questions are left, all asked of what is known of the weights' distance: whether
 gradients or weights jump (`apart`), and whether losses differ by more than the gradient between the two explains. Their
 answers raise a doubt and refute nothing. Where the control is no longer stable (`trajectory.stable_until`) they are
 asked with more room (`apart.BURST`, its root for a gradient).
-
-[Note: Reach] Last weights, captured whole or as the last sketches, can come no farther apart than both runs can walk:
-
-    Adam, AdamW   lr C an element and step (`steepest`; Kingma & Ba 2015, section 2.1, give the cases of one and of
-                  equal gradients); decay only pulls together
-    Muon          lr S (1.1 s) sqrt(min(m, n)) a matrix of m rows and n columns, with S its scale and s the largest
-                  singular value of a result, which is no more than 1.1 s lr an element
-    SGD           lr min(norm, clip) / (1 - momentum), all elements together (`trajectory.path_lengths`)
-    storage       u(main) of a weight and step
 
 [Note: Equal until] As long as every sketch of every gradient and every logged norm has the same bits in both runs, an
 optimizer of one configuration leaves equal weights, in any dtype and without a bound. A kernel that does a whole
@@ -27,17 +18,15 @@ import math
 
 import numpy as np
 
-from harness.config.roundoff import UNIT
-from harness.config.update_rule import KNOWN, Rule
+from harness.config.update_rule import KNOWN
 from harness.parity.outcome import Finding, Stage, measured
 from harness.parity.record import Record
 from harness.parity.tensors import Float64
-from harness.parity.tiers.apart import BURST, DRAW, Apart, gradient_jumps, weight_jumps
+from harness.parity.tiers.apart import BURST, Apart, gradient_jumps, weight_jumps
 from harness.parity.tiers.arithmetic import SAFETY
 from harness.parity.tiers.comparable import is_one, matters
 from harness.parity.tiers.envelope import Envelope
-from harness.parity.tiers.gradients import compared
-from harness.parity.tiers.trajectory import ROUNDED, Perturbation, Series, path_lengths
+from harness.parity.tiers.trajectory import ROUNDED, Perturbation, Series
 from harness.store.check_stream import Stream, tensor_columns
 
 GIVEN = "{} given the weights"
@@ -132,65 +121,6 @@ def _by_distance(arm: Record, control: Record, last: int) -> tuple[Float64, Floa
     left, right, steep, steeper = (each[1:] for each in values)
     with np.errstate(divide="ignore", invalid="ignore"):
         return left, right, SAFETY * (steep + steeper) / 2 * distances[:-1] / np.abs(right)
-
-
-END = "weights at the end"
-SKETCHED = f"{END}, sketched"
-
-
-def last_weights(arm: Record, control: Record, envelope: Envelope, found: Apart | None) -> list[Finding]:
-    """A finding a tensor; empty without last weights and sketches.
-
-    Args: found: distances by the streams, if any.
-    """
-    if arm.final is not None and control.final is not None:
-        pairs = compared(arm.final, control.final)
-        distances = [(pair.name, pair.numel, pair.distance, pair.norm) for pair in pairs]
-        return _graded_weights(END, arm.length, distances, (arm, control), envelope)
-    if found is None or np.isnan(found.weights[-1]).all():
-        return []
-    last = int(found.steps[-1])
-    distances = [*zip(found.names, found.numel, found.weights[-1].tolist(), found.norms[-1].tolist(), strict=True)]
-    return _graded_weights(SKETCHED, last, distances, (arm, control), envelope, DRAW)
-
-
-def _graded_weights(
-    kind: str,
-    step: int,
-    distances: list[tuple[str, int, float, float]],
-    runs: tuple[Record, Record],
-    envelope: Envelope,
-    draw: float = 1.0,
-) -> list[Finding]:
-    rounding = 2 * step * max(UNIT[str(run.config["dtype.main_params"])] for run in runs)
-    made, farthest = [], reach(runs, envelope, step)
-    is_shared = runs[1].config["optimizer.name"] != "sgd"  # by all elements alike; SGD may spend all on one
-    for name, numel, distance, norm in distances:
-        own = farthest * (math.sqrt(numel / envelope.control.parameters) if is_shared else 1.0)
-        allowed = draw * (rounding + (own / norm if norm else math.inf))
-        found = measured(kind, Stage.optimizer, distance, allowed, step=step, tensor=name, since=Stage.weights)
-        made.append(found)
-    return made
-
-
-def reach(runs: tuple[Record, Record], envelope: Envelope, step: int) -> float:
-    """Largest possible distance of all weights together after a step; see [Note: Reach]."""
-    control = runs[1]
-    if control.config["optimizer.name"] not in KNOWN:
-        return math.inf
-    paths = sum(float(path_lengths(run, envelope.control.parameters)[step - 1]) for run in runs)
-    if control.config["optimizer.name"] == "sgd":
-        return paths
-    rule = Rule.of(control.config)
-    of_matrix = rule.iteration.reach if rule.name == "muon" else 0.0
-    return max(steepest(*rule.betas), of_matrix) * paths
-
-
-def steepest(beta1: float, beta2: float) -> float:
-    """Largest move of a weight under Adam, in units of lr."""
-    if beta1 * beta1 >= beta2:
-        return math.inf
-    return max(1.0, (1 - beta1) / math.sqrt((1 - beta2) * (1 - beta1 * beta1 / beta2)))
 
 
 ALIKE = "weights after equal gradients"

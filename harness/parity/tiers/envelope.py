@@ -14,10 +14,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from harness.config.roundoff import RMS, SIXTEEN_BITS, UNIT
-from harness.config.schema import ModelFamily
 from harness.parity.record import Record
-from harness.parity.tiers.arithmetic import RARE, SAFETY, SIGMAS, Arithmetic, margin, of_piece
-from harness.parity.tiers.gradients import TensorPair
+from harness.parity.tiers.arithmetic import RARE, SAFETY, SIGMAS, Arithmetic, margin
 
 FEW = 7
 
@@ -54,12 +52,11 @@ class Envelope:
 
     @property
     def loses_gradients(self) -> bool:
-        """True if the first step of delayed scaling may lose other gradients in one run than in the other.
+        """True if delayed scaling may lose other gradients at step 1 in one run than in the other.
 
-        Its scales are 1, and e5m2 keeps nothing below 2^-17: what is lost depends on what losses are divided by.
+        Its first scales are 1, and e5m2 keeps nothing below 2^-17: what is lost depends on what losses are divided by.
         """
-        delayed = [run.loss_divisor for run in (self.arm, self.control) if run.fp8 == "delayed"]
-        return len(delayed) == 1 or len(set(delayed)) == 2
+        return "delayed" in (self.arm.fp8, self.control.fp8)
 
     @property
     def rerouted(self) -> float:
@@ -116,15 +113,6 @@ class Envelope:
             return run.gradient
         found = self.reach.get(run.compute, {}).get(name)
         return None if found is None or run.fp8 else math.hypot(found["distance"], run.reduction)
-
-    def share(self, pair: TensorPair) -> float:
-        """Effect of rounding on a piece of this tensor, for comparison with pieces of others.
-
-        Counted roundings are equal for every tensor; tensors of a user's own model are observed one by one.
-        """
-        if self.arm.family is not ModelFamily.ext or not self.reach:
-            return 1.0
-        return of_piece(self.tensor(pair.name, pair.numel), pair.block.size)
 
     def floor(self, name: str) -> float:
         """Distance that reductions alone explain, also of a single element, to tell equal kernels from equal bits.

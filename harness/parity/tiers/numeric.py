@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 import re
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -20,7 +19,7 @@ import numpy as np
 
 from harness.config.roundoff import UNIT
 from harness.config.update_rule import Rule
-from harness.parity.outcome import AHEAD, REFUTED, Finding, Grade, Stage, fact, measured, percent
+from harness.parity.outcome import AHEAD, REFUTED, Finding, Grade, Stage, fact, measured
 from harness.parity.record import Record
 from harness.parity.tiers.apart import DRAW, Apart
 from harness.parity.tiers.arithmetic import of_piece
@@ -31,10 +30,6 @@ from harness.store.check_stream import Stream, tensor_columns
 
 CEILING = 0.5
 """Largest allowed distance at which later captured steps are judged."""
-
-
-OUTLIER = 20.0
-"""Largest ratio of a worst piece to the median tensor's; clean pairs reach 7."""
 
 EXPERT = re.compile(r".*?\bexperts\.\d+\.")
 
@@ -57,7 +52,6 @@ def first_step(
         [_pooled(pool(list(pairs)), envelope, factors)] if pairs else [],
         [_first_distance(pair, envelope) for pair in pairs],
         [_block(pair, envelope) for pair in pairs],
-        _outliers(pairs, envelope),
         [_scale(pair, envelope, factors) for pair in pairs],
     ]
     kinds = _excused(kinds, envelope)
@@ -186,24 +180,6 @@ def _block(pair: TensorPair, envelope: Envelope) -> Finding:
     return _of("gradient, worst piece", pair, pair.block.distance, allowed, refuted, pair.where)
 
 
-def _outliers(pairs: Sequence[TensorPair], envelope: Envelope) -> list[Finding]:
-    """Worst piece of each tensor against those of the others, relative to `Envelope.share`.
-
-    Two bf16 runs with the same kernels agree to 1e-7, and the envelope of bf16 would pass a wrong row in one of them. A
-    kernel may differ for one tensor only, so this raises a doubt and never refutes.
-    """
-    if not pairs:
-        return []
-    typical = statistics.median(pair.block.distance / envelope.share(pair) for pair in pairs)
-    found = []
-    for pair in pairs:
-        usual = typical * envelope.share(pair)
-        allowed = envelope.few(pair.numel) * max(OUTLIER * usual, envelope.floor(pair.name))
-        note = f"{percent(usual)} is typical of this pair's tensors"
-        found.append(_of("gradient among its fellows", pair, pair.block.distance, allowed, math.inf, note))
-    return found
-
-
 def _scale(pair: TensorPair, envelope: Envelope, factors: Sequence[tuple[float, str]]) -> Finding:
     allowed = envelope.scale(pair.standard_error, pair.residual)
     if pair.numel < HANDFUL:
@@ -217,18 +193,6 @@ def _pooled(pooled: Pooled, envelope: Envelope, factors: Sequence[tuple[float, s
     refuted = REFUTED * (allowed + envelope.rerouted_scale)
     off, why = abs(pooled.b), partial(explain, pooled.b, allowed, factors)
     return measured("scale of all gradients", Stage.gradient, off, allowed, refuted, step=1, note=why)
-
-
-def logged_norm(run: Record, step: int, norms: Sequence[float], allowed: float) -> Finding:
-    """Logged gradient norm against the norm of captured gradients: a wrong one clips wrongly.
-
-    Args: norms: of the captured tensors, in fp64. allowed: `Arithmetic.logged_norm` of the run.
-    """
-    gathered = math.sqrt(math.fsum(norm * norm for norm in norms))
-    logged = run.series("grad_norm")[step - 1] or 0.0
-    off = abs(logged - gathered) / gathered if gathered else abs(logged)
-    note = f"{run.name} logged {logged:.6g}; what it captured has {gathered:.6g}"
-    return measured("logged norm", Stage.clipping, off, allowed, step=step, note=note)
 
 
 UPDATE_CEILING = 0.5

@@ -11,10 +11,8 @@ of both, and where the bounds end. Two things tell whether training is hot, whic
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,10 +30,6 @@ Int64 = NDArray[np.int64]
 LOSS_CEILING = 0.01
 """Relative. Clean runs at run-to-run noise differ by 1 to 5 % at single steps."""
 NORM_CEILING = 0.1
-LOSS_MARGIN = 1e-3
-"""Relative, of a mean over the later half: the usual margin of an equivalence test over seeds."""
-NORM_MARGIN = 0.05
-TAIL = 20
 
 
 @dataclass(frozen=True)
@@ -99,16 +93,11 @@ class Span:
     last_stable: int
 
 
-def check(
-    arm: Record, control: Record, envelope: Envelope, push: Perturbation, span: Span, *, whole: bool = True
-) -> list[list[Finding]]:
-    """Findings of all steps, a list a kind: loss, gradient norm, weight norm, later half. Args: whole: include the
-    later halves."""
+def check(arm: Record, control: Record, envelope: Envelope, push: Perturbation, span: Span) -> list[list[Finding]]:
+    """Findings of all steps, a list a kind: loss, gradient norm."""
     kinds = [
         *(each.findings() for each in losses(arm, control, envelope, push, span)),
         _norms(arm, control, envelope, push, span).findings(),
-        _weights(arm, control, envelope, push, span).findings(),
-        *([finding] for finding in _tail(arm, control, envelope) if whole),
     ]
     return [findings for findings in kinds if findings]
 
@@ -159,60 +148,6 @@ def _norms(arm: Record, control: Record, envelope: Envelope, push: Perturbation,
     return Series(
         NORM, Stage.gradient, steps[judged], observed[judged], (envelope.norm + drift)[judged], refuted[judged]
     )
-
-
-def _weights(arm: Record, control: Record, envelope: Envelope, push: Perturbation, span: Span) -> Series:
-    steps, left, right = _pairs("param_norm", arm, control, min(span.last, span.last_stable))
-    path = path_lengths(control, envelope.control.parameters)[steps - 1] / right
-    wander = path * np.minimum(1.0, push.weights * growths(EXPECTED_GROWTH, steps + 1))
-    worst = path * np.minimum(1.0, push.weights * growths(MOST_GROWTH, steps + 1))
-    size = path * push.loss * np.sqrt(steps)
-    allowed = ROUNDED + size + wander**2 / 2 + wander / math.sqrt(envelope.control.parameters)
-    refuted = np.maximum(allowed, REFUTED * (ROUNDED + size + worst))
-    return Series("weight norm", Stage.optimizer, steps, _relative(left, right), allowed, refuted, Stage.weights)
-
-
-def path_lengths(run: Record, parameters: int) -> Float64:
-    """Length of all updates up to each step.
-
-    Adam moves every weight by about lr, Muon by no more in the mean square; SGD moves all by lr times the clipped
-    gradient, and momentum adds its past.
-    """
-    rates = np.array([rate or 0.0 for rate in run.series("lr")])
-    if run.config["optimizer.name"] != "sgd":
-        lengths: Float64 = np.cumsum(rates) * math.sqrt(parameters)
-        return lengths
-    clip = run.config["optimizer.clip_norm"] or math.inf
-    known = [value if value is not None and math.isfinite(value) else 0.0 for value in run.series("grad_norm")]
-    norms = np.array([min(value, clip) for value in known])  # a step that was left out has none, and moves nothing
-    lengths = np.cumsum(rates * norms) / (1 - float(run.config["optimizer.momentum"]))
-    return lengths
-
-
-def _tail(arm: Record, control: Record, envelope: Envelope) -> list[Finding]:
-    count = control.length
-    if count < TAIL:
-        return []
-    left, right = (run.series("loss")[count // 2 :] for run in (arm, control))
-    known = [(a, c) for a, c in zip(left, right, strict=True) if a is not None and c is not None]
-    gap = abs(statistics.fmean(a - c for a, c in known)) / abs(statistics.fmean(c for _, c in known))
-    halves = partial(measured, stage=Stage.trajectory, refuted=math.inf, step=count)
-    found = [halves("loss, mean of the later half", observed=gap, allowed=LOSS_MARGIN + envelope.loss)]
-    norms = zip(arm.series("grad_norm")[count // 2 :], control.series("grad_norm")[count // 2 :], strict=True)
-    ratios = [math.log(a / c) for a, c in norms if a and c and a > 0 and c > 0]
-    if len(ratios) > 1:
-        noise = 4 * _error_of_mean(ratios)
-        allowed = max(NORM_MARGIN, noise) + envelope.norm
-        apart = abs(statistics.fmean(ratios))
-        found.append(halves("gradient norm, mean of the later half", observed=apart, allowed=allowed))
-    return found
-
-
-def _error_of_mean(values: Sequence[float]) -> float:
-    """Standard error by means of about sqrt(n) consecutive batches, which keeps most of the steps' correlation."""
-    size = max(1, round(math.sqrt(len(values))))
-    means = [statistics.fmean(values[start : start + size]) for start in range(0, len(values) - size + 1, size)]
-    return statistics.stdev(means) / math.sqrt(len(means)) if len(means) > 1 else math.inf
 
 
 EXPECTED_GROWTH = 1.5
