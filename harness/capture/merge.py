@@ -36,8 +36,6 @@ from harness.store.status import State, Status
 
 Array = NDArray[np.float64]
 PLACES = columns_of(WIDTHS)
-LIMIT_BYTES = 256 << 20
-"""Most bytes of sketches on disk; beyond it, later steps are thinned (`check_stream.cadence`)."""
 SHOWING = 3
 """Steps that show by what gradients are divided; one of them could be clipped by just that much."""
 ROUNDED = 1e-3
@@ -283,10 +281,7 @@ class Merged:
 
     def write(self) -> None:
         captured = self._write_tensors()
-        last = max([1, *(int(part.lines[self.steps - 1]["every"]) for part in self.parts if self.steps)])
-        every = check_stream.cadence(self.steps, len(self.tensors), SKETCHES, LIMIT_BYTES)
-        every = every if every == 1 else -(-every // last) * last  # of steps that were looked at
-        stream = StreamWriter(self.path, self.tensors, SKETCHES, every, 0)
+        stream = StreamWriter(self.path, self.tensors, SKETCHES, 1, 0)
         metrics = MetricsWriter(self.path / "metrics.jsonl")
         lines = []
         for step in range(self.steps):

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 from safetensors.torch import save_file
@@ -58,8 +58,8 @@ class Part:
         private_folder(self.folder)
         self._lines = open(self.folder / "steps.jsonl", "ab", buffering=0)  # noqa: SIM115 - kept open over the run
         self._rows = open(self.folder / "rows.f64", "ab", buffering=0)  # noqa: SIM115
-        self._writing: Thread | None = None
-        self._problem: Exception | None = None
+        self._writer = ThreadPoolExecutor(1)
+        self._writing: Future[None] | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -88,25 +88,19 @@ class Part:
         """Write tensors that nobody changes any more, beside the training. Raises what the last writing raised."""
         held = {key: each.detach().to("cpu").contiguous() for key, each in tensors.items()}
         self._await()
-        self._writing = Thread(target=self._write, args=(name, held))
-        self._writing.start()
+        self._writing = self._writer.submit(self._write, name, held)
 
     def _write(self, name: str, tensors: Mapping[str, Tensor]) -> None:
         temporary = self.folder / f"{name}.tmp"
-        try:
-            save_file({key: each.clone() if _is_view(each) else each for key, each in tensors.items()}, temporary)
-            temporary.replace(self.folder / f"{name}.safetensors")
-            for old in captures_of(self.folder)[1 : -self._keep_last] if self._keep_last else ():
-                old.unlink()
-        except Exception as error:  # told to the loop's thread
-            self._problem = error
+        save_file({key: each.clone() if _is_view(each) else each for key, each in tensors.items()}, temporary)
+        temporary.replace(self.folder / f"{name}.safetensors")
+        for old in captures_of(self.folder)[1 : -self._keep_last] if self._keep_last else ():
+            old.unlink()
 
     def _await(self) -> None:
-        if self._writing is not None and self._writing.is_alive():
-            self._writing.join()
-        problem, self._problem = self._problem, None
-        if problem is not None:
-            raise problem
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
 
     def end(self, facts: Mapping[str, Any]) -> None:
         """Write the last file. Raises what writing tensors raised."""

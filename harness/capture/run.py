@@ -189,7 +189,6 @@ class Run:
             "seconds": now - self._last,
             "memory": _memory(),
             "comm": by_kind(self._traffic.take()) if self._traffic is not None else {},
-            "every": self.cadence.every,
             "looked": watching.looks,
             "done": self.done,
         }
