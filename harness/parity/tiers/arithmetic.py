@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from statistics import NormalDist
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -149,24 +149,8 @@ MANY = 32
 """Elements from which on SAFETY covers the few draws of the perturbed reference."""
 
 
-class Depth(NamedTuple):
-    """Roundings and products in series through a model; parallel branches count once."""
-
-    block: int
-    ends: int
-    products_block: int
-    products_ends: int
-
-    @classmethod
-    def of(cls, family: ModelFamily, experts_per_token: int) -> Depth:
-        if family is ModelFamily.odd:
-            return ODD_DEPTH
-        if family is ModelFamily.moe:  # the gate, the product with it, the sum over experts; and the router
-            return cls(FORWARD_BLOCK + 1 + experts_per_token, FORWARD_ENDS, PRODUCTS_BLOCK + 1, PRODUCTS_ENDS)
-        return cls(FORWARD_BLOCK, FORWARD_ENDS, PRODUCTS_BLOCK, PRODUCTS_ENDS)
-
-
-ODD_DEPTH = Depth(31, 18, 8, 2)
+ODD_DEPTH = (31, 18, 8, 2)
+"""Of the odd model: roundings of a block and beside the blocks, products of a block and beside them."""
 
 
 @dataclass(frozen=True)
@@ -197,11 +181,8 @@ class Arithmetic:
     """True if weights are cast to the compute dtype before they are quantized, as FSDP2 gathers them."""
     exact_bits: int | None = None
     """Resolution of integer gradients under `numerics=exact`; else None."""
-    seen_forward: float | None = None
-    """Observed error in place of the count behind `forward`, for a user's own model."""
-    seen_gradient: float | None = None
-    """Observed error in place of the count behind `gradient`, for a user's own model."""
-
+    seen: tuple[float, float] | None = None
+    """Observed errors in place of the counts behind `forward` and `gradient`, for a user's own model."""
     counted: tuple[int, int] | None = None
     """Roundings and products in series through a watched program's model, on its graph; else None."""
 
@@ -230,7 +211,9 @@ class Arithmetic:
             fp8=str(config.get("dtype.fp8") or ""),
             casts_first=_casts_first(config),
             exact_bits=int(config["numerics.exact_bits"]) if config.get("numerics.mode") == "exact" else None,
-            counted=_counted(config),
+            counted=(int(config["watched.roundings"]), int(config["watched.products"]))
+            if "watched.version" in config
+            else None,
         )
 
     @cached_property
@@ -276,24 +259,26 @@ class Arithmetic:
             return self
         factor = UNIT["fp64"] / UNIT["fp32"] if self.compute == "fp64" else 1.0
         forward = seen.get("loss", 0.0) * math.sqrt(self.tokens) * margin(1, draws) / SAFETY
-        return replace(self, seen_forward=factor * forward, seen_gradient=factor * seen["distance"])
+        return replace(self, seen=(factor * forward, factor * seen["distance"]))
 
     @property
     def is_bounded(self) -> bool:
-        return self.family is not ModelFamily.ext or self.seen_gradient is not None or self.counted is not None
+        return self.family is not ModelFamily.ext or self.seen is not None or self.counted is not None
 
     def _compute(self, passes: int) -> float:
         if self.family is ModelFamily.ext and self.counted is None:
-            seen = self.seen_forward if passes == 1 else self.seen_gradient
-            return math.inf if seen is None else seen
+            return math.inf if self.seen is None else self.seen[passes > 1]
         inner_dtype = "fp64" if self.compute == "fp64" else "fp32"
-        roundings, products = self.counted or self._counted_blocks()
+        roundings, products = self.counted or self._depth()
         elementwise, sums = passes * roundings, passes * products * self.inner
         return RMS * math.hypot(UNIT[self.compute] * math.sqrt(elementwise), UNIT[inner_dtype] * math.sqrt(sums))
 
-    def _counted_blocks(self) -> tuple[int, int]:
-        depth = Depth.of(self.family, self.experts_per_token)
-        return depth.block * self.layers + depth.ends, depth.products_block * self.layers + depth.products_ends
+    def _depth(self) -> tuple[int, int]:
+        """Roundings and products in series through a model; parallel branches count once."""
+        moe = self.family is ModelFamily.moe  # the gate, the product with it, the sum over experts; and the router
+        block = FORWARD_BLOCK + moe * (1 + self.experts_per_token), FORWARD_ENDS, PRODUCTS_BLOCK + moe, PRODUCTS_ENDS
+        roundings, ends, products, outer = ODD_DEPTH if self.family is ModelFamily.odd else block
+        return roundings * self.layers + ends, products * self.layers + outer
 
     @property
     def reordered(self) -> float:
@@ -347,17 +332,13 @@ class Arithmetic:
     def coherent(self) -> float:
         """Largest error common to a tensor's whole gradient: one shared rounding in the forward and one in the
         backward."""
-        return 2 * UNIT[self.compute] + self.stagnation
-
-    @property
-    def tilt(self) -> float:
-        """Largest factor common to FP8 operands: rounding to nearest is unbiased in first order only."""
-        return 2 * self.quantized() ** 2
+        return UNIT[self.compute] + self.global_coherent
 
     @property
     def global_coherent(self) -> float:
-        """Largest error common to all gradients: the one rounding where the loss enters the backward."""
-        return UNIT[self.compute] + self.stagnation
+        """Largest error common to all gradients: the one rounding where the loss enters the backward, and that of FP8
+        operands, which is unbiased in first order only."""
+        return UNIT[self.compute] + self.stagnation + 2 * self.quantized() ** 2
 
     @property
     def scaling(self) -> float:
@@ -372,12 +353,6 @@ def of_piece(whole: float, numel: int) -> float:
     a factor 1 + sqrt(2 / n) a standard deviation.
     """
     return math.sqrt(2) * whole * math.sqrt(1 + SIGMAS * math.sqrt(2 / max(1, numel)))
-
-
-def _counted(config: Mapping[str, Any]) -> tuple[int, int] | None:
-    if "watched.version" not in config:
-        return None
-    return int(config["watched.roundings"]), int(config["watched.products"])
 
 
 def _accumulate(config: Mapping[str, Any]) -> str:

@@ -97,10 +97,6 @@ class Envelope:
         """Relative error of both runs' gradients, counted."""
         return math.hypot(self.arm.gradient, self.control.gradient)
 
-    @property
-    def _tilts(self) -> float:
-        return self.arm.tilt + self.control.tilt
-
     def tensor(self, name: str, numel: int) -> float:
         """Largest relative distance of this tensor's gradient at step 1, observed or counted."""
         moved = [self._moved(run, name) for run in (self.arm, self.control)]
@@ -133,11 +129,8 @@ class Envelope:
         (microbatch means, their sum).
         """
         logits = math.hypot(self.arm.forward, self.control.forward) / math.sqrt(self.arm.tokens)
-        return SAFETY * logits + 4 * UNIT[self._wide]
-
-    @property
-    def _wide(self) -> str:
-        return "fp64" if self.arm.compute == self.control.compute == "fp64" else "fp32"
+        wide = "fp64" if self.arm.compute == self.control.compute == "fp64" else "fp32"
+        return SAFETY * logits + 4 * UNIT[wide]
 
     def scale(self, standard_error: float, residual: float) -> float:
         """Largest |b| of one tensor in g_arm = (1 + b) g_control + r.
@@ -145,12 +138,12 @@ class Envelope:
         A pure factor leaves no residual, and rounding always does. So the coherent part of rounding is bounded by the
         residual as well as by `coherent`: two bf16 runs with equal bits but a factor 1 + 1/1024 differ.
         """
-        shared = min(self.arm.coherent + self.control.coherent + self._tilts, residual)
+        shared = min(self.arm.coherent + self.control.coherent, residual)
         return SIGMAS * standard_error + shared + self._scaling
 
     def global_scale(self, standard_error: float, residual: float) -> float:
         """Largest pooled b over all tensors, from the spread of the tensors' own."""
-        shared = min(self.arm.global_coherent + self.control.global_coherent + self._tilts, residual)
+        shared = min(self.arm.global_coherent + self.control.global_coherent, residual)
         return SIGMAS * standard_error + shared + self._scaling
 
     @property
@@ -162,7 +155,7 @@ class Envelope:
         """Largest relative difference of the gradient norm at step 1: a scale error, and the second-order share of a
         distance."""
         error = self.distance
-        coherent = self.arm.global_coherent + self.control.global_coherent + self._tilts
+        coherent = self.arm.global_coherent + self.control.global_coherent
         return error / math.sqrt(self.arm.tokens) + coherent + self._scaling + error**2 / 2
 
     @property
