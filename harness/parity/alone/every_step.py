@@ -3,16 +3,7 @@
 `LOOKS` places what each column finds; docs/verdicts.md ("Checks at every step") says what it compares and derives its
 bound. Under numerics=exact the error of a sum has FINEST added to it: a gradient smaller than what integers hold to
 that accuracy is told relative to one that is not (`integer_floor`).
-
-[Note: Routes that cannot flip] On CPUs a router's scores have the same bits twice. Only memory that lies otherwise may
-add in another order, by a rounding in a product: a flip is then expected of fewer routes than `RARE` (of 512 in fp32,
-2e-5), and what is refuted of other models is refuted. Where more routes could flip, as in 16 bits, s of the T K / N
-tokens of an expert change its gradient by sqrt(2 s N / T K), s = max(1, 2 n / N) for n flips, and twice that is refuted
-as well.
-
-[Note: Bits once, bits again] In 8 bits a rounding that falls otherwise grows from product to product, so that no size
-refutes that memory lay otherwise. But within an attempt shapes, threads and memory are the same in every step: a run
-that had the plain model's bits in all recomputed steps before owes them again, and is held to the bound of 16 bits."""
+"""
 
 from __future__ import annotations
 
@@ -165,7 +156,7 @@ def _named(stream: Stream, name: str, rows: NDArray[np.int64]):  # type: ignore[
 
 
 def _owed_again(run: Record, arithmetic: Arithmetic, values: NDArray[np.float64]) -> NDArray[np.bool_]:
-    """True per recomputed step of 8-bit layers if all before it had equal bits; see [Note: Bits once, bits again]."""
+    """True per recomputed step of 8-bit layers if all before it had equal bits."""
     is_asked = arithmetic.fp8 and arithmetic.num_experts == 1 and run.attempts < 2
     if not is_asked or run.config.get("cluster.device") != "cpu" or run.config.get("engine.name") == "ext":
         return np.zeros(len(values), dtype=bool)
@@ -206,7 +197,7 @@ def _rounded(arithmetic: Arithmetic) -> float:
 
 
 def _rerouted(arithmetic: Arithmetic) -> float:
-    """Effect of flips on an expert's gradient on one rank; see [Note: Routes that cannot flip]."""
+    """Effect of flips on an expert's gradient on one rank; 0 if fewer than `RARE` are expected."""
     tokens, experts = arithmetic.tokens / arithmetic.ranks, arithmetic.num_experts
     flips = arithmetic.swapped(RMS * UNIT[arithmetic.compute], tokens)
     changed = max(1.0, 2 * flips / experts)

@@ -1,20 +1,8 @@
 """Updates of one run against its optimizer's rule, without another run.
 
-[Note: Update oracle] While gradients and updates are captured without a gap from step 1 on, the optimizer's state
-follows from them: moments begin at zero, weights are captured once. After a gap weights and moments are captured anew.
-The rule is evaluated in fp64 (SGD with momentum, Adam with the decay in the gradient, AdamW with decoupled decay, Muon
-on whole matrices; Kingma & Ba 2015, Loshchilov & Hutter 2019, Jordan 2024, as in torch), clipping by the norm of the
-captured gradients included.
-Without forward, backward or reduction in between, fp32 agrees to about 1e-5 of the update. No control is needed, and no
-fault can hide behind an equal one in it.
-
-Where the decay is in the gradient, Adam divides by a difference that may cancel, which no norm bounds: each element is
-first moved as near as its own roundings explain (`Rule.cancelling`). A user's own optimizer is exempt.
-
-[Note: One rounding] Main weights in 16 bits lose most of a decay, and of many updates all: no distance tells. But fused
-kernels of torch work in fp32 and round each weight once. So the rule, from the 16-bit state before the step, says the
-bits of all but few elements: those that lie within fp32 errors of a tie. A decay left out changes the bits of one in
-700. Kernels that round after every operation (one process, numerics exact or ordered) are exempt.
+docs/verdicts.md says how ("The update by the rule" and "Did a captured update in 16 bits leave the rule's bits?"). A
+user's own optimizer is exempt, as are 16-bit weights of kernels that round after every operation (one process, numerics
+exact or ordered).
 """
 
 from __future__ import annotations
@@ -72,7 +60,7 @@ def _is_fused(run: Record) -> bool:
 
 
 def _rounded_once(run: Record) -> list[Finding]:
-    """Share of all weights that a captured update left with other bits than the rule; see [Note: One rounding]."""
+    """Share of all weights that a captured update left with other bits than the rule."""
     found = []
     main, gradients = (rounder(str(run.config[f"dtype.{kind}"])) for kind in ("main_params", "main_grads"))
     for step in sorted(run.captures.keys() & run.updates.keys() & run.weights.keys()):

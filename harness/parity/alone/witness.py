@@ -1,8 +1,6 @@
 """Witnesses of one run: forwards used its main weights, and the step's gradient is the sum of its ranks' gradients.
 
-Both sides of the sum see the same local gradients, so only the reduction rounds: a few parts in 1e8 in fp32. The error
-is relative to the norm of the terms where that is larger than the sum's. Under numerics=exact it is absolute too:
-integers have one resolution for all sizes.
+docs/verdicts.md ("Witnesses: checks of a single run") derives the bounds.
 """
 
 from __future__ import annotations
@@ -80,8 +78,7 @@ def scale_error(pair: TensorPair, rounding: float) -> float:
     """Standard error of a tensor's scale.
 
     Where few elements carry it, their residual says little, and the sum's own error counts if larger: `rounding`,
-    relative to the sum's norm, by as many elements. Seen: a gain of 32 elements, 0.85 of whose norm is one element's,
-    reduced in bf16 on two ranks, was off by 6.8 standard errors.
+    relative to the sum's norm, by as many elements.
     """
     if pair.carried_by >= HANDFUL:
         return pair.standard_error

@@ -1,18 +1,7 @@
 """Distance of two runs at every step, tensor by tensor, from the sketches in their streams, and its jumps.
 
-A sketch S_j is linear and the same in every layout, so that E[(S_j(a) - S_j(c))^2] = |a - c|^2: the mean over m of them
-is the squared distance, with the error of a chi-square of m degrees of freedom (a factor of two either way for m = 4).
-
-[Note: Jumps] Two right runs part as a power of time. So the question to ask of a gradient is not how far apart the two
-are, but how far *given how far the weights are*: with x the relative distance of the weights before a step and d that
-of one tensor's gradient,
-
-    d(s) <= DRAW * max(floor, JUMP * K * x(s)),      K = max over s' < s of d(s') / x(s'),  at least 1
-
-and weights may be STRIDE times the farthest they were before, and four times what one update makes of rounding and of
-the farthest gradient of that step (`trajectory.Perturbation.given`, of its size). docs/verdicts.md ("Two runs with
-every step checked") says what floor and K are, and where nothing is a jump any more. Gradients that overflowed at step
-1 agreed in nothing: weights that an update left out has kept alike say nothing of kernels.
+With m sketches S_j of one tensor the mean of (S_j(a) - S_j(c))^2 is the squared distance, with the error of a
+chi-square of m degrees of freedom. docs/verdicts.md ("Two runs with every step checked") says what is a jump.
 """
 
 from __future__ import annotations
@@ -170,7 +159,7 @@ class Jump:
 
 
 def gradient_jumps(found: Apart, distances: Float64, envelope: Envelope, last_stable: int) -> Jump:
-    """Distances of gradients given those of the weights; see [Note: Jumps].
+    """Distances of gradients given those of the weights.
 
     Args: distances: `found.local` or `found.reduced`. last_stable: last step at which the control is stable.
     """
@@ -194,7 +183,7 @@ def gradient_jumps(found: Apart, distances: Float64, envelope: Envelope, last_st
 
 
 def weight_jumps(found: Apart, push: Perturbation, last_stable: int) -> Jump:
-    """Distances of weights from the second kept step on, against their past maximum; see [Note: Jumps].
+    """Distances of weights from the second kept step on, against their past maximum.
 
     `last_stable`: the last step at which the control is stable.
     """

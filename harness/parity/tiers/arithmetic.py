@@ -1,17 +1,9 @@
 """Roundings of one run, their place and number, counted from its configuration; docs/verdicts.md derives each.
 
-Notation: u is the unit roundoff (half the gap between 1 and the next number). One rounding to nearest errs by at most
-u, and by RMS * u in the mean square when mantissas are spread as they are in practice (log-uniformly). n independent
-roundings in series make a walk, sqrt(n) * RMS * u. The exception is a sum *kept* in 16 bits: small addends vanish
-against a large partial sum, always downwards, so there the worst case n * u is the honest bound.
-
-The roundings of a user's own model (ext) are not counted: its bounds come from a perturbed reference alone, and without
-one there is no verdict beyond equal bits (`Arithmetic.observed`). `SAFETY` times the root-mean-square estimate is
-allowed; beyond `REFUTED` times that, rounding is refuted.
-
-[Note: Orders] A ring starts each piece at another rank, a tree adds pairs of pairs, an exchange of all pieces adds in
-rank order. Each order is simulated in the dtypes of the policy, against extended precision. The worst counts, over
-addends that are independent, that share a mean, and that are nearly equal: sums of those stagnate in 16 bits.
+A sum *kept* in 16 bits has the worst case for its bound, n * u: small addends vanish against a large partial sum,
+always downwards. The roundings of a user's own model (ext) are not counted: its bounds come from a perturbed reference
+alone, and without one there is no verdict beyond equal bits (`Arithmetic.observed`). `SAFETY` times the
+root-mean-square estimate is allowed; beyond `REFUTED` times that, rounding is refuted.
 """
 
 from __future__ import annotations

@@ -1,11 +1,6 @@
-"""T1: every recorded bit of losses, norms, captured gradients and last weights; and values that are not finite.
+"""T1: every recorded bit of losses, norms and captured gradients; and values that are not finite.
 
-A NaN or an infinity is never within a tolerance and never equal to another. In one run only it is a difference, unless
-the control was unstable by then. In both at the same place the later evidence is void: UNDECIDED.
-
-[Note: Left out] A dynamic loss scale tries larger factors until gradients overflow, and skips that update, which has no
-norm by design. In both runs at the same step nothing is wrong. In one of them, the two have not made the same updates:
-both are right, and later steps are unknown.
+docs/verdicts.md ("T1: bits") says which verdict a NaN, an infinity or an update left out has.
 """
 
 from __future__ import annotations

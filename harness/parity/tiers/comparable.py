@@ -3,11 +3,7 @@
 Bits are owed only where the order of arithmetic is provably the same: docs/verdicts.md ("T1: bits") has the table. Bits
 are compared whatever the tier, and equal ones are reported as EQUAL. The tier says when unequal ones are a fault.
 
-[Note: Watched runs] Programs differ in everything that a configuration says, and that is why they are compared. What
-must agree is what the trajectory begins with: the weights, the data where both told it, the optimizer's rule and its
-rates. Machines and versions are named, as differences of which nobody knows what they do. A run of this harness has
-digests of another kind: its first weights are held against the other's tensor by tensor, where both captured them. Its
-gradients are recorded before clipping and the other program's after it: they are compared as the optimizer took them.
+docs/foreign.md says what must agree with a watched program, and what its first weights and gradients are held against.
 """
 
 from __future__ import annotations

@@ -1,15 +1,7 @@
 """How two runs part whose steps are all checked, and steps of two equal runs.
 
-docs/verdicts.md derives the bounds ("Two runs with every step checked"). Where every step of both
-runs was seen to be right, three questions are left, all asked of what is known of the weights' distance: whether
-gradients or weights jump (`apart`), and whether losses differ by more than the gradient between the two explains. Their
-answers raise a doubt and refute nothing. Where the control is no longer stable (`trajectory.stable_until`) they are
-asked with more room (`apart.BURST`, its root for a gradient).
-
-[Note: Equal until] As long as every sketch of every gradient and every logged norm has the same bits in both runs, an
-optimizer of one configuration leaves equal weights, in any dtype and without a bound. A kernel that does a whole
-group's update may do its last elements otherwise, so tensors must be cut alike: one configuration, and the same
-sources. On other devices than CPUs memory may choose a kernel, and a difference is in doubt.
+docs/verdicts.md derives the bounds ("Two runs with every step checked"). Jumps and losses raise a doubt and refute
+nothing.
 """
 
 from __future__ import annotations

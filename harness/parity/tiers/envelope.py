@@ -1,8 +1,7 @@
 """How far rounding alone can drive two runs apart: T2's bounds, derived from what either of them rounds.
 
-docs/verdicts.md ("T2: the envelope at step 1") gives the derivations, and the measurements that they were checked
-against. Where the control is a perturbed reference, each tensor's gradient has a bound of its own, observed instead of
-counted. What swapped routes explain is in doubt, never fine and never refuted.
+docs/verdicts.md ("T2: the envelope at step 1") derives them. What swapped routes explain is in doubt, never fine and
+never refuted.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
 """Forwards of step 1 in 16 bits and in fp32, module by module, bounded by the baseline's own kernels.
 
-Both runs begin with the same weights and the same tokens (T0). What their modules give out was sketched
-(`harness.probe.step_checks.local`), and with m sketches S_j the distance of an output is
-d = sqrt(mean over j of (S_j(a) - S_j(c))^2) / |c|. docs/verdicts.md ("Forwards in 16 bits, and in fp32") derives what
-it may be where kernels are the same, and where they may differ. The first module beyond is named, as what comes after
-it differs for its sake.
+docs/verdicts.md ("Forwards in 16 bits, and in fp32") derives what outputs may differ by where kernels are the same, and
+where they may differ. The first module beyond is named, as what comes after it differs for its sake.
 """
 
 from __future__ import annotations

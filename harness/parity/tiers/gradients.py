@@ -1,10 +1,7 @@
 """One pass over two captures of the same step: distance, direction and place of the difference, per tensor.
 
 The arm's gradient is fitted as g = (1 + b) c + r to the control's c by least squares. b is a scale error; r, orthogonal
-to c, is everything else. b's standard error must not assume that the elements of r are independent: a rounding of one
-embedding row, one output feature or one input feature touches a whole row or column. It is therefore taken between rows
-and between columns (cluster-robust), and the larger one counts. Measured on clean bf16 pairs it is 4 to 20 times the
-naive one, and right within a factor of about 2 (docs/verdicts.md).
+to c, is everything else. docs/verdicts.md ("Scale") says why the standard error of b is cluster-robust.
 """
 
 from __future__ import annotations

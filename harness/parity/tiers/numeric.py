@@ -1,10 +1,7 @@
 """T2 at captured steps: gradients against the envelope, the scale of each and of all, and the sizes of updates.
 
-Three checks a tensor, because none sees every fault. The *distance* sees large faults. The *worst piece* sees local
-ones: a rank's shard, a padded tail. The *scale* sees a factor far below the distance that rounding causes, because
-rounding has no direction. Adam hides a wrong gradient from the loss and a wrong optimizer from the gradient: sizes of
-updates show both. A baseline has sketches and norms of gradients, and none of them whole. docs/verdicts.md derives all
-bounds ("T2: the envelope at step 1", "T2 on updates").
+Three checks a tensor, because none sees every fault: its distance, its worst piece, its scale. docs/verdicts.md derives
+all bounds ("T2: the envelope at step 1", "T2 on updates").
 """
 
 from __future__ import annotations

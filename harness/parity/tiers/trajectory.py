@@ -1,12 +1,7 @@
 """T2 over the steps: drift of losses and norms of runs that began alike, and how far it may have grown.
 
-docs/verdicts.md ("T2 over the steps") derives the perturbation of the first update, the lever of the loss, the growth
-of both, and where the bounds end. Two things tell whether training is hot, which no run says beforehand:
-
-    stable_until   the control's own record: a gradient norm that bursts, or a loss that climbs. From `LEAD` steps
-                   before it on, a single pair without witnesses decides nothing
-    grown          the pair's own differences: what they have grown by in one step before, they may grow by again, twice
-                   over. A fault lifts a difference out of rounding at one blow; chaos climbs"""
+docs/verdicts.md ("T2 over the steps") derives the bounds, and where they end.
+"""
 
 from __future__ import annotations
 
