@@ -18,14 +18,14 @@ import numpy as np
 
 from harness.config.roundoff import SIXTEEN_BITS
 from harness.config.update_rule import KNOWN
-from harness.parity.alone import every_step, optimizer, structure, witness
+from harness.parity.alone import every_step, optimizer, witness
 from harness.parity.outcome import REFUTED, Finding, Grade, Outcome, Stage, Verdict, fact, worst
 from harness.parity.record import Record
 from harness.parity.telling import wording
 from harness.parity.tiers import bitwise, comparable, divergence, forward, numeric, trajectory
-from harness.parity.tiers.apart import Apart, apart
 from harness.parity.tiers.arithmetic import Arithmetic
 from harness.parity.tiers.comparable import Admission, admissible, unlisted
+from harness.parity.tiers.divergence import Apart, apart
 from harness.parity.tiers.envelope import Envelope
 from harness.parity.tiers.gradients import Mismatch, TensorPair, compared, names, pool
 from harness.parity.tiers.trajectory import Perturbation, Span, grown, listed, stable_until
@@ -46,9 +46,9 @@ def _alone(run: Record, arithmetic: Arithmetic, factors: tuple[tuple[float, str]
 def _judged_alone(run: Record, arithmetic: Arithmetic, factors: tuple[tuple[float, str], ...]) -> Iterator[Finding]:
     seen = sorted((run.witnesses.keys() & run.captures.keys()) - run.skipped)
     yield from (
-        *structure.check_data(run),
+        *every_step.check_data(run),
         *witness.restored(run),
-        *structure.check(run),
+        *witness.replicas(run),
         *optimizer.check(run),
         *every_step.check(run, arithmetic),
         *(finding for step in seen if not run.is_watched for finding in witness.check(run, step, arithmetic, factors)),

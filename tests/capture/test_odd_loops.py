@@ -17,7 +17,7 @@ from harness.launch import submit
 from harness.parity.compare import compare
 from harness.parity.outcome import Outcome, Verdict
 from harness.parity.record import load
-from harness.parity.tiers import apart
+from harness.parity.tiers import divergence
 from harness.store.rundir import RunDir
 from harness.store.status import State, read
 from tests.capture import loops
@@ -123,7 +123,7 @@ def it_is_not_tried_again(to: Path) -> bool:
 
 MUTANTS: dict[str, tuple[Slip, Callable[[Path], bool]]] = {
     "loss scale": (
-        Slip(apart, "_scale", "found > 0", "found < 0", "Scaled local gradients are held against unscaled ones"),
+        Slip(divergence, "_scale", "found > 0", "found < 0", "Scaled local gradients are held against unscaled ones"),
         a_loss_scale_is_no_distance,
     ),
     "fused scale": (

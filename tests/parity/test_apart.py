@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from harness.parity.tiers import apart
-from harness.parity.tiers.apart import Apart, Jump
+from harness.parity.tiers import divergence
 from harness.parity.tiers.arithmetic import Arithmetic
+from harness.parity.tiers.divergence import Apart, Jump
 from harness.parity.tiers.envelope import Envelope
 from harness.parity.tiers.trajectory import Perturbation
 from harness.store import check_stream
@@ -51,12 +51,12 @@ def parted(weights: Any, given: dict[tuple[int, int], float], steps: Any = None,
         factors[[*numbers].index(step), tensor] = value
     had = np.concatenate(([0.0], whole[:-1])) if before is None else before
     local = np.hypot(ROUNDING, factors * had[:, None])
-    return Apart(numbers, NAMES, NUMEL, each, local, local, np.full(each.shape, 1e-2), whole, np.ones(each.shape))
+    return Apart(numbers, NAMES, NUMEL, each, local, local, np.full(each.shape, 1e-2), whole)
 
 
 def jumps(found: Apart, last_stable: int = STEPS, envelope: Envelope = ENVELOPE) -> dict[int, str]:
     """Steps at which a gradient jumps, and whose."""
-    return beyond(found, apart.gradient_jumps(found, found.local, envelope, last_stable))
+    return beyond(found, divergence.gradient_jumps(found, found.local, envelope, last_stable))
 
 
 def strides(
@@ -64,7 +64,7 @@ def strides(
 ) -> dict[int, str]:
     """Steps at which weights jump, with gradients so many times as far apart as they are."""
     found = replace(found, local=gradients * found.local, reduced=gradients * found.reduced)
-    return beyond(found, apart.weight_jumps(found, Perturbation(perturbation, perturbation), last_stable))
+    return beyond(found, divergence.weight_jumps(found, Perturbation(perturbation, perturbation), last_stable))
 
 
 def beyond(found: Apart, jump: Jump) -> dict[int, str]:
@@ -91,7 +91,7 @@ def baselines(first: float = 0.0, shown: float = 0.0, off: float = 2e-3) -> Apar
     local[0, 1], local[8, 1] = first, off
     whole = np.sqrt(np.nansum(weights**2, 1))
     ones = np.ones((STEPS, 3))
-    return Apart(np.arange(1, STEPS + 1), NAMES, NUMEL, weights, local, local, ones, whole, ones)
+    return Apart(np.arange(1, STEPS + 1), NAMES, NUMEL, weights, local, local, ones, whole)
 
 
 def of_fp64() -> dict[tuple[int, int], float]:
@@ -220,7 +220,7 @@ def tables(norms: Sequence[float], off: Sequence[float], seed: int) -> tuple[lis
 
 def distances(root: Path, norms: Sequence[float], off: Sequence[float]) -> Apart:
     arm, control = tables(norms, off, seed=3)
-    found = apart.apart(stream(root / "arm", arm), stream(root / "control", control))
+    found = divergence.apart(stream(root / "arm", arm), stream(root / "control", control))
     assert found is not None
     return found
 
@@ -250,58 +250,62 @@ AREA = "The comparator: how runs part"
 MUTANTS: dict[str, Slip] = slips(
     """
     BURST always: Stable training gets the room of hot
-        parity.tiers.apart.gradient_jumps: found.steps <= last_stable => found.steps <= 0
+        parity.tiers.divergence.gradient_jumps: found.steps <= last_stable => found.steps <= 0
     margin for sums that cancel: In 16 bits a gradient is allowed what one that cancels may be off by
-        parity.tiers.apart.gradient_jumps: whole / SAFETY if counted else whole => whole
+        parity.tiers.divergence.gradient_jumps: whole / SAFETY if counted else whole => whole
     baselines are rounded too: Gradients of equal weights by equal kernels are allowed what rounding explains
-        parity.tiers.apart.gradient_jumps: np.minimum(sums, floors) => floors
+        parity.tiers.divergence.gradient_jumps: np.minimum(sums, floors) => floors
     baselines whatever step 1 said: Kernels are taken to be the same where weights are
-        parity.tiers.apart.gradient_jumps: & (first == 0.0) =>
+        parity.tiers.divergence.gradient_jumps: & (first == 0.0) =>
     baselines by what overflowed: Gradients that overflowed count as equal
-        parity.tiers.apart.gradient_jumps: & (first == 0.0) => & (known[:1] == 0.0)
+        parity.tiers.divergence.gradient_jumps: & (first == 0.0) => & (known[:1] == 0.0)
     baselines by what is not shown: Weights that nobody showed count as equal
-        parity.tiers.apart.gradient_jumps: & bool(np.isfinite(found.weights).all()) =>
+        parity.tiers.divergence.gradient_jumps: & bool(np.isfinite(found.weights).all()) =>
     K of each tensor: A tensor's curvature is held against its own alone, as it was before `study=against_fp64`
-        parity.tiers.apart.gradient_jumps: curvature.max(1, keepdims=True) => curvature
+        parity.tiers.divergence.gradient_jumps: curvature.max(1, keepdims=True) => curvature
     K of the present step: A gradient is held against the curvature that it shows itself
-        parity.tiers.apart.gradient_jumps: np.concatenate((np.ones_like(largest[:1]), largest[:-1])) => largest
+        parity.tiers.divergence.gradient_jumps: np.concatenate((np.ones_like(largest[:1]), largest[:-1])) => largest
     K of the last step: Curvature of earlier steps is forgotten
-        parity.tiers.apart.gradient_jumps: np.maximum.accumulate( => (
+        parity.tiers.divergence.gradient_jumps: np.maximum.accumulate( => (
     rounding is curvature: Rounding over nearly equal weights counts as K
-        parity.tiers.apart.gradient_jumps: known**2 - rounding**2 => known**2
+        parity.tiers.divergence.gradient_jumps: known**2 - rounding**2 => known**2
     K above the bound: Curvature counts only where it lies above what step 1 would be allowed
-        parity.tiers.apart.gradient_jumps: whole, 4 * first) => whole, np.maximum(4 * first, floors))
+        parity.tiers.divergence.gradient_jumps: whole, 4 * first) => whole, np.maximum(4 * first, floors))
     weights after the step: A gradient is held against the weights that it made itself
-        parity.tiers.apart.Apart.before: np.where(follows, shifted, self.whole) => self.whole
+        parity.tiers.divergence.Apart.before: np.where(follows, shifted, self.whole) => self.whole
     kept steps follow each other: Weights before a step are taken to be those of the kept step before, however long ago
-        parity.tiers.apart.Apart.before: np.where(follows, shifted, self.whole) => shifted
+        parity.tiers.divergence.Apart.before: np.where(follows, shifted, self.whole) => shifted
     no perturbation: What rounding makes of one update is a jump
-        parity.tiers.apart.weight_jumps: STRIDE * burst * held + perturbation => STRIDE * burst * held
+        parity.tiers.divergence.weight_jumps: STRIDE * burst * held + perturbation => STRIDE * burst * held
     no gradient's perturbation: Weights that a gradient moved have jumped
-        parity.tiers.apart.weight_jumps: push.given(gradients) => push.weights
+        parity.tiers.divergence.weight_jumps: push.given(gradients) => push.weights
     one stride in hot training: Weights burst in no training
-        parity.tiers.apart.weight_jumps: STRIDE * burst * held => STRIDE * held
+        parity.tiers.divergence.weight_jumps: STRIDE * burst * held => STRIDE * held
     the first weights are judged: The first step has no past
-        parity.tiers.apart.weight_jumps: np.full_like(largest[:1], np.inf) => 0 * largest[:1]
+        parity.tiers.divergence.weight_jumps: np.full_like(largest[:1], np.inf) => 0 * largest[:1]
     what is not shown is worst: NaN stands for every tensor
-        parity.tiers.apart._farthest: np.isnan(distances), -1.0 => np.isnan(distances), np.inf
+        parity.tiers.divergence._farthest: np.isnan(distances), -1.0 => np.isnan(distances), np.inf
     sketches are added: Squares of sketches are added where their mean is the distance
-        parity.tiers.apart._squares: ((left - right) ** 2).mean(-1) => ((left - right) ** 2).sum(-1)
+        parity.tiers.divergence._squares: ((left - right) ** 2).mean(-1) => ((left - right) ** 2).sum(-1)
     reduced against local: The arm's reduced gradient is held against the control's local ones
-        parity.tiers.apart._squares: columns(arm, "reduced"), sums) => columns(arm, "reduced"), local)
+        parity.tiers.divergence._squares: columns(arm, "reduced"), sums) => columns(arm, "reduced"), local)
     """
 ) | {
-    "JUMP / 3": Slip(apart, "JUMP", "", lambda value: value / 3, "Curvature that bursts as clean pairs' did is a jump"),
-    "JUMP x 5": Slip(apart, "JUMP", "", lambda value: value * 5, "A gradient 200 times as far off is none"),
-    "BURST is 1": Slip(apart, "BURST", "", lambda _: 1.0, "Hot training gets no more room than stable training"),
-    "BURST x 100": Slip(apart, "BURST", "", lambda value: value * 100, "In hot training nothing is a jump"),
-    "STRIDE / 10": Slip(apart, "STRIDE", "", lambda value: value / 10, "Weights that part threefold in a step jump"),
-    "STRIDE x 10": Slip(apart, "STRIDE", "", lambda value: value * 10, "Weights 100 times as far apart do not"),
+    "JUMP / 3": Slip(
+        divergence, "JUMP", "", lambda value: value / 3, "Curvature that bursts as clean pairs' did is a jump"
+    ),
+    "JUMP x 5": Slip(divergence, "JUMP", "", lambda value: value * 5, "A gradient 200 times as far off is none"),
+    "BURST is 1": Slip(divergence, "BURST", "", lambda _: 1.0, "Hot training gets no more room than stable training"),
+    "BURST x 100": Slip(divergence, "BURST", "", lambda value: value * 100, "In hot training nothing is a jump"),
+    "STRIDE / 10": Slip(
+        divergence, "STRIDE", "", lambda value: value / 10, "Weights that part threefold in a step jump"
+    ),
+    "STRIDE x 10": Slip(divergence, "STRIDE", "", lambda value: value * 10, "Weights 100 times as far apart do not"),
     "of the present norm": Slip(
-        apart, "WINDOW", "", lambda _: 1, "A gradient is held against its norm at that step, which may cancel"
+        divergence, "WINDOW", "", lambda _: 1, "A gradient is held against its norm at that step, which may cancel"
     ),
     "norms are never forgotten": Slip(
-        apart, "WINDOW", "", lambda _: 10**6, "A gradient is held against the largest that it ever was"
+        divergence, "WINDOW", "", lambda _: 10**6, "A gradient is held against the largest that it ever was"
     ),
 }
 

@@ -15,7 +15,7 @@ from harness.parity import Grade, Outcome, Verdict, compare, judgement
 from harness.parity.alone import every_step
 from harness.parity.outcome import Finding, Stage
 from harness.parity.telling import wording
-from harness.parity.tiers import apart, divergence
+from harness.parity.tiers import divergence
 from harness.store.check_stream import FOLDER, step_columns
 from tests.parity.arms import Arm, Params, broken
 from tests.parity.conftest import Bench
@@ -309,13 +309,23 @@ def test_another_version_of_the_stream_is_named(bench: Bench, tmp_path: Path) ->
     assert "stream.json has format 99, and 4 is read here" in verdict.sentence
 
 
-def while_stable(jumps: Callable[..., apart.Jump]) -> Callable[..., apart.Jump]:
+def while_stable(jumps: Callable[..., divergence.Jump]) -> Callable[..., divergence.Jump]:
     """No jump is looked for once the control has left stability."""
 
-    def mutant(found: apart.Apart, distances: Any, envelope: Any, last_stable: int) -> apart.Jump:
+    def mutant(found: divergence.Apart, distances: Any, envelope: Any, last_stable: int) -> divergence.Jump:
         whole = jumps(found, distances, envelope, last_stable)
         kept = whole.steps <= last_stable
-        return apart.Jump(whole.steps[kept], whole.tensors[kept], whole.observed[kept], whole.allowed[kept])
+        return divergence.Jump(whole.steps[kept], whole.tensors[kept], whole.observed[kept], whole.allowed[kept])
+
+    return mutant
+
+
+def unexplained(by_distance: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
+    """The weights' distance explains no difference of a loss."""
+
+    def mutant(*runs: Any) -> tuple[Any, ...]:
+        left, right, slope = by_distance(*runs)
+        return left, right, 0.0 * slope
 
     return mutant
 
@@ -325,10 +335,10 @@ MUTANTS: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
     "bounds a thousand times as wide": (every_step, "bound", lambda bound: lambda *a: 1000 * bound(*a)),
     "bounds a thousandth": (every_step, "bound", lambda bound: lambda *a: bound(*a) / 1000),
     "nothing is checked": (every_step, "checked_until", lambda _: lambda *a: 0),
-    "no jump of gradients": (apart, "JUMP", lambda _: 1e9),
+    "no jump of gradients": (divergence, "JUMP", lambda _: 1e9),
     "no jump in hot training": (divergence, "gradient_jumps", while_stable),
-    "every step is a jump": (apart, "DRAW", lambda _: 1e-4),
-    "losses are explained by nothing": (divergence, "SAFETY", lambda _: 0.0),
+    "every step is a jump": (divergence, "DRAW", lambda _: 1e-4),
+    "losses are explained by nothing": (divergence, "_by_distance", unexplained),
     "no growth is seen": (judgement, "grown", lambda _: lambda differences, *_: 0 * differences),
 }
 

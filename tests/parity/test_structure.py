@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from harness.parity import Outcome, Verdict, compare
-from harness.parity.alone import structure
+from harness.parity.alone import witness
 from tests.parity.arms import Arm
 from tests.parity.conftest import Bench
 from tests.parity.edits import edit_json
@@ -40,5 +40,5 @@ def test_a_rank_with_other_weights_is_different_and_named(bench: Bench, tmp_path
 
 @kills("The comparator: structure", "replica", "not looked at: replica")
 def test_replicas_that_nobody_looks_at_pass(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(structure, "check", lambda run: [])
+    monkeypatch.setattr(witness, "replicas", lambda run: [])
     assert judged(bench, tmp_path, [1]).outcome in PASSES

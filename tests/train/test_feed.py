@@ -19,7 +19,7 @@ from harness.data.loader import Loader
 from harness.data.order import sequence_at
 from harness.data.sources import FileSource, SyntheticSource, open_source
 from harness.parity import judgement
-from harness.parity.alone import every_step, structure
+from harness.parity.alone import every_step
 from harness.parity.outcome import Grade, Outcome, Stage
 from harness.parity.record import Record, load
 from harness.parity.tiers.arithmetic import Arithmetic
@@ -152,7 +152,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def found(run_dir: Path) -> list[tuple[int | None, Stage, int]]:
-    wrong = [each for each in structure.check_data(load(run_dir)) if each.grade is Grade.bad]
+    wrong = [each for each in every_step.check_data(load(run_dir)) if each.grade is Grade.bad]
     return [(each.step, each.stage, each.count) for each in wrong]
 
 
@@ -176,7 +176,7 @@ def test_in_hot_training_of_16_bits_it_is_different(runs: Path) -> None:
     for pair in ((wrong, right), (right, wrong)):
         verdict = verdict_of(*pair)
         first = verdict.findings[0]
-        assert (verdict.outcome, first.check, first.step) == (Outcome.DIFFERENT, structure.FED, BEGINS)
+        assert (verdict.outcome, first.check, first.step) == (Outcome.DIFFERENT, every_step.FED, BEGINS)
         assert f"in {wrong.name}, it was fed other tokens" in verdict.sentence
     clean = verdict_of(right, replace(right, name="another"))
     assert clean.outcome is Outcome.EQUAL
@@ -269,9 +269,9 @@ MUTANTS: dict[str, tuple[Claim, Slip]] = (
         wrong_verdicts,
         """
     nobody asks: The verdict does not ask what a run was fed
-        parity.judgement._judged_alone: *structure.check_data(run), =>
+        parity.judgement._judged_alone: *every_step.check_data(run), =>
     fed wrongly and checked: A run that was fed wrongly is right given its past
-        parity.alone.every_step.checked_until: np.array(structure.right_at(run), dtype=bool)
+        parity.alone.every_step.checked_until: np.array(right_at(run), dtype=bool)
             => np.ones(run.length, dtype=bool)
     """,
     )

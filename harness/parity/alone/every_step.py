@@ -8,7 +8,7 @@ that accuracy is told relative to one that is not (`integer_floor`).
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import NormalDist
@@ -17,7 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from harness.config.roundoff import FINEST, RMS, SIXTEEN_BITS, UNIT
-from harness.parity.alone import structure
 from harness.parity.outcome import REFUTED, Finding, Grade, Stage, fact
 from harness.parity.record import Record
 from harness.parity.tiers.arithmetic import SAFETY, SIGMAS, Arithmetic
@@ -93,6 +92,36 @@ LOOKS = {
 REQUIRED = tuple(name for name, look in LOOKS.items() if look.words and name != RECOMPUTED)
 """Columns required for a step to be right given its past; `replicas` compares nothing on one rank."""
 
+DIGESTS = ("data_digest", "fed_digest")
+FED = "tokens as fed"
+WRONG = "it was fed other tokens or targets than its data source holds"
+
+
+def check_data(run: Record) -> list[Finding]:
+    right, seen = right_at(run), seen_at(run)
+    wrong = [step for step in range(1, run.length + 1) if seen[step - 1] and not right[step - 1]]
+    found = []
+    if wrong:
+        held, fed = (run.columns[key][wrong[0] - 1] for key in DIGESTS)
+        more = f", in {len(wrong)} steps up to step {wrong[-1]}" if len(wrong) > 1 else ""
+        note = f"in {run.name}, {WRONG}{more}"
+        found.append(fact(FED, Stage.data, fed, held, step=wrong[0], count=len(wrong), note=note))
+    if any(right):
+        found.append(fact(FED, Stage.data, "as held", "as held", count=sum(right)))
+    return found
+
+
+def seen_at(run: Record) -> list[bool]:
+    return [held is not None and fed is not None for held, fed in _pairs(run)]
+
+
+def right_at(run: Record) -> list[bool]:
+    return [held is not None and held == fed for held, fed in _pairs(run)]
+
+
+def _pairs(run: Record) -> Iterator[tuple[str | None, str | None]]:
+    return zip(*(run.columns[key] for key in DIGESTS), strict=True)
+
 
 def check(run: Record, arithmetic: Arithmetic) -> list[Finding]:
     if run.stream is None:
@@ -134,8 +163,6 @@ def _column(run: Record, stream: Stream, name: str, arithmetic: Arithmetic) -> l
         (~beyond, look),
         (beyond, replace(look, check=AFTER_END, wrong="changed after the last update")),
     ):
-        if not part.any():
-            continue
         observed, note = values[rows][part], f"in {run.name}, {said.wrong}"
         bounded = allowed[part], refuted[part]
         series = Series(said.check, said.stage, steps[part], observed, *bounded, said.since, note)
@@ -247,7 +274,7 @@ def checked_until(run: Record, arithmetic: Arithmetic) -> int:
         return 0
     right = np.ones(min(run.length, len(run.stream.column("sum"))), dtype=bool)
     left_out = np.isin(np.arange(1, len(right) + 1), sorted(run.skipped))
-    right &= np.array(structure.right_at(run), dtype=bool)[: len(right)]
+    right &= np.array(right_at(run), dtype=bool)[: len(right)]
     looked = run.stream.looked[: len(right)]
     follows = np.concatenate(([True], looked[:-1]))
     for name in REQUIRED:
@@ -273,7 +300,7 @@ def looked_at(run: Record) -> dict[str, NDArray[np.bool_]]:
 
     Gradients of a skipped step, which are undefined, count as observed.
     """
-    seen = {"fed": np.array(structure.seen_at(run), dtype=bool)}
+    seen = {"fed": np.array(seen_at(run), dtype=bool)}
     left_out = np.isin(np.arange(1, run.length + 1), sorted(run.skipped))
     if run.stream is None:
         return seen

@@ -60,6 +60,16 @@ def restored(run: Record) -> list[Finding]:
     return [told(f"{counted(len(wrong), 'tensor')} differ{'s' * (len(wrong) == 1)}", tensor=wrong[0])]
 
 
+def replicas(run: Record) -> list[Finding]:
+    others = run.summary.get("other_replicas")
+    if others is None:
+        return []
+    said, wanted = "equal", "equal"
+    if others:
+        said, wanted = f"rank {', '.join(map(str, others))} ends with other weights", "rank 0's"
+    return [fact("replicas", Stage.gather, said, wanted, step=run.length or None, note=f"in {run.name}")]
+
+
 def _weights(run: Record, step: int, recomputed: Recomputed, count: int) -> list[Finding]:
     """Checksums suffice, because a cast has one result."""
     told = partial(fact, OF_FORWARD, Stage.gather, wanted="as kept", step=step, note=run.name)

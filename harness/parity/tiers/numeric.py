@@ -18,8 +18,8 @@ from harness.config.roundoff import UNIT
 from harness.config.update_rule import Rule
 from harness.parity.outcome import AHEAD, REFUTED, Finding, Grade, Stage, fact, measured
 from harness.parity.record import Record
-from harness.parity.tiers.apart import DRAW, Apart
 from harness.parity.tiers.arithmetic import of_piece
+from harness.parity.tiers.divergence import DRAW, Apart
 from harness.parity.tiers.envelope import Envelope
 from harness.parity.tiers.gradients import HANDFUL, Mismatch, Pooled, TensorPair, pool
 from harness.parity.tiers.trajectory import EXPECTED_GROWTH, MOST_GROWTH, Perturbation, growth, perturbation
