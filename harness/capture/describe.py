@@ -62,31 +62,40 @@ def _machine(device: torch.device) -> dict[str, Any]:
 
 
 def part(watching: Watching, rank: int, world_size: int) -> dict[str, Any]:
-    """Facts of one rank, after its first step."""
+    """Facts of one rank, after its first step; `config` as far as it knows the run's configuration."""
     tensors = [
         {
             "name": name,
             "shape": list(shard.shape),
-            "dtype": NAMES.get(shard.source.dtype, str(shard.source.dtype)),
             "places": [block.place.numbers for block in shard.blocks],
-            "trained": shard.trained,
         }
         for name, shard in watching.shards.items()
     ]
-    first = next(iter(watching.params.values()))[1]
+    device = local_part(next(iter(watching.params.values()))[1]).device
+    model, sharded = _class(watching.models[0]), any(s.numel < math.prod(s.shape) for s in watching.shards.values())
     return {
         "rank": rank,
         "world_size": world_size,
-        "model": _class(watching.models[0]),
         "tensors": tensors,
         "initial": watching.initial,
         "unplaced": watching.found.unplaced,
-        "sharded": any(s.numel < math.prod(s.shape) for s in watching.shards.values()),
-        "compute": _coarsest(watching.compute or {local_part(first).dtype}),
-        "grads": _coarsest(watching.grads),
-        "depth": of_model(watching.models, watching.counted),
-        "optimizer": _optimizer(watching),
-        **_machine(local_part(first).device),
+        "decayed": sorted(watching.decayed),
+        "config": {
+            WATCHED: {"version": VERSION, "ranks": world_size, **of_model(watching.models, watching.counted)},
+            "model": {"name": model.lower(), "family": "ext", "target": model},
+            "optimizer": _optimizer(watching),
+            "dtype": _dtypes(watching, sharded),
+            "engine": {"name": "ext"},
+            "sharding": {"strategy": "optim_grads_params" if sharded else "no_shard", "outer": "no_shard"},
+            "numerics": {"mode": "fast"},
+            "measure": {"mode": "record", "step_checks": True, "capture_steps": None, "update_steps": None},
+            "cluster": {"backend": "local", "device": device.type, "threads_per_rank": torch.get_num_threads()},
+            "fault": {"name": "none"},
+            "ckpt": {"policy": "none"},
+            "run": {"name": None},
+            "notes": "",
+        },
+        **_machine(device),
     }
 
 
@@ -96,6 +105,15 @@ def _class(model: nn.Module) -> str:
     while len(inner._modules) == 1 and (found := {OUTSIDE, *INSIDE} & inner._modules.keys()):
         inner = inner.get_submodule(found.pop())
     return type(inner).__name__.removeprefix("FSDP")
+
+
+def _dtypes(watching: Watching, sharded: bool) -> dict[str, str]:
+    weights = {shard.source.dtype for shard in watching.shards.values() if shard.trained}
+    main, grads = _coarsest(weights), _coarsest(watching.grads)
+    compute = _coarsest(watching.compute or {next(iter(watching.params.values()))[1].dtype})
+    wire = min(compute, grads, key=COARSE.index) if sharded else grads
+    named = {"compute": compute, "main_params": main, "main_grads": grads, "grad_comm": wire, "grad_accum": wire}
+    return {"name": compute, **named}
 
 
 def _coarsest(dtypes: Iterable[torch.dtype]) -> str:
@@ -121,69 +139,36 @@ def _optimizer(watching: Watching) -> dict[str, Any]:
         "momentum": float(first.get("momentum", 0.0)),
         "weight_decay": max(decays, default=0.0),
         "clip_norm": None,  # gradients are seen as the optimizer takes them, after any clipping
-        "decayed": sorted(watching.decayed),
     }
 
 
 def config(parts: Sequence[Mapping[str, Any]], steps: Sequence[Mapping[str, Any]], name: str) -> dict[str, Any]:
     """Configuration of a run. Args: parts: facts of every rank. steps: of every step what all ranks were fed."""
-    facts, first = parts[0], steps[0] if steps else {}
-    depth, optimizer = facts["depth"], {key: each for key, each in facts["optimizer"].items() if key != "decayed"}
+    found, first = dict(parts[0]["config"]), steps[0] if steps else {}
     if any(each["repeats"] for each in steps):
-        optimizer["name"] = "ext"  # the rule holds for one update from a step's first weights, with its one gradient
+        found["optimizer"]["name"] = (
+            "ext"  # the rule holds for one update from a step's first weights, with its gradient
+        )
     shapes = {each["name"]: each["shape"] for part in parts for each in part["tensors"]}
-    parameters = sum(math.prod(shape) for shape in shapes.values())
-    main, compute = _of_weights(facts), facts["compute"]
-    wire = min(compute, facts["grads"], key=COARSE.index) if facts["sharded"] else facts["grads"]
+    found["model"]["parameters"] = sum(math.prod(shape) for shape in shapes.values())
     copies, microbatches = max(1, first.get("readers", 1)), _microbatches(steps)
     rows = max(1, first.get("rows", 0) // (copies * microbatches))
     batch = rows * copies * microbatches
     tokens = max(batch, int(first.get("tokens") or 0))
-    world_size = copies
-    return {
-        WATCHED: {
-            "version": VERSION,
-            "data": bool(first.get("digest")),
-            "roundings": depth["roundings"],
-            "products": depth["products"],
-            "inner": max(depth["inner"], tokens // (copies * microbatches)),
-            "ranks": facts["world_size"],
-            "divisor": int(first.get("divisor") or 1),
-        },
-        "model": {"name": facts["model"].lower(), "family": "ext", "target": facts["model"], "parameters": parameters},
+    inner = max(found[WATCHED]["inner"], tokens // (copies * microbatches))
+    told = {"data": bool(first.get("digest")), "inner": inner, "divisor": int(first.get("divisor") or 1)}
+    return found | {
+        WATCHED: found[WATCHED] | told,
         "data": {"kind": "ext", "seq_len": tokens // batch},
-        "optimizer": optimizer,
-        "dtype": {
-            "name": compute,
-            "compute": compute,
-            "main_params": main,
-            "main_grads": facts["grads"],
-            "grad_comm": wire,
-            "grad_accum": wire,
-        },
-        "engine": {"name": "ext"},
-        "sharding": {"strategy": "optim_grads_params" if facts["sharded"] else "no_shard", "outer": "no_shard"},
-        "mesh": {"world_size": world_size, "tp": 1, "dp_outer": 1},
-        "numerics": {"mode": "fast"},
+        "mesh": {"world_size": copies, "tp": 1, "dp_outer": 1},
         "train": {"steps": len(steps), "global_batch_size": batch, "microbatch_size": rows, "seed": 0, "replicate": 0},
-        "measure": {"mode": "record", "step_checks": True, "capture_steps": None, "update_steps": None},
-        "cluster": {"backend": "local", "device": facts["device"], "threads_per_rank": facts["threads_per_rank"]},
-        "fault": {"name": "none"},
-        "ckpt": {"policy": "none"},
         "study": {"name": name.partition("/")[0]},
-        "run": {"name": None},
-        "notes": "",
     }
 
 
 def _microbatches(steps: Sequence[Mapping[str, Any]]) -> int:
     """Number in most steps: a pipeline's first step has a forward more, by which it learns shapes."""
     return int(statistics.median_low([each["microbatches"] for each in steps] or [1]))
-
-
-def _of_weights(facts: Mapping[str, Any]) -> str:
-    names = {each["dtype"] for each in facts["tensors"] if each["trained"] and each["dtype"] in COARSE}
-    return min(names, key=COARSE.index, default="fp32")
 
 
 def write_config(path: Path, values: Mapping[str, Any]) -> None:

@@ -323,7 +323,7 @@ class Merged:
         return {
             "initial_weights": self._digest({part: part.facts["initial"] for part in self.parts}),
             "final_weights": self._digest({part: part.end.get("final", {}) for part in self.parts}),
-            "decayed": sorted({name for part in self.parts for name in part.facts["optimizer"]["decayed"]}),
+            "decayed": sorted({name for part in self.parts for name in part.facts["decayed"]}),
             "unplaced": {name: why for part in self.parts for name, why in part.facts["unplaced"].items()},
             "captured": list(captured),
             "resumed": max((line.get("done", 0) for line in self.parts[0].lines), default=0) or None,
