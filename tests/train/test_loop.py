@@ -107,7 +107,7 @@ def test_record_of_a_run(tmp_path: Path) -> None:
     facts = summary(tmp_path)
     assert list(facts) == [
         "status", "step", "steps", "tokens", "loss", "grad_norm", "parameters", "initial_weights", "final_weights",
-        "accounted_bytes", "engine", "network", "other_replicas", "structure", "wall_s", "collectives",
+        "accounted_bytes", "engine", "network", "other_replicas", "wall_s", "collectives",
         "step_time_s",
     ]  # fmt: skip
     assert facts["network"]["nccl_ub"] == {"requested": "none", "effective": "none"}

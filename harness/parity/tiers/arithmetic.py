@@ -142,7 +142,7 @@ MANY = 32
 
 
 ODD_DEPTH = (31, 18, 8, 2)
-"""Of the odd model: roundings of a block and beside the blocks, products of a block and beside them."""
+"""Roundings of a block of the odd model and beside its blocks, products of a block and beside them."""
 
 
 @dataclass(frozen=True)
