@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from harness.capture import watch, watching
+from harness.capture import watch
 from harness.parity.compare import compare
 from harness.parity.outcome import Outcome
 from harness.parity.record import load
 from tests.capture import loops
-from tests.support.mutants import Slip, each
+from tests.support.mutants import each, slips
 
 STEPS = 4
 Habit = Callable[[loops.Net, torch.optim.Optimizer, Callable[[Tensor], Tensor], Tensor], Tensor]
@@ -204,21 +204,17 @@ def test_two_models_with_an_optimizer_each_are_one_run(tmp_path: Path) -> None:
     assert record.captures[1].tensors.keys() == {"make.weight", "make.bias", "judge.weight", "judge.bias"}
 
 
-MUTANTS = {
-    "closures": Slip(
-        watching.Watching,
-        "_before_update",
-        "if closure is None:",
-        "if True:",
-        "Gradients are seen before a closure ran",
-    ),
-    "rate": Slip(
-        watching.Watching, "_update", 'float(optimizer.param_groups[0]["lr"])', "1.0", "The rate is not the optimizer's"
-    ),
-}
+MUTANTS = slips(
+    """
+    closures: Gradients are seen before a closure ran
+        capture.watching.Watching._before_update: if closure is None: => if True:
+    rate: The rate is not the optimizer's
+        capture.watching.Watching._update: float(optimizer.param_groups[0]["lr"]) => 1.0
+    """
+)
 
 
-@pytest.mark.parametrize("name", each("Habits under a watch", ((n, slip.breaks) for n, slip in MUTANTS.items())))
+@pytest.mark.parametrize("name", each("Habits under a watch", MUTANTS))
 def test_a_mutant_is_found(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train(tmp_path / "study" / "plain", "plain")
     MUTANTS[name].put(monkeypatch)

@@ -14,17 +14,15 @@ from unittest import mock
 import pytest
 import torch
 
-from harness.capture import merge, parts, run as runs
+from harness.capture import parts, run as runs
 from harness.capture.parts import FOLDER
 from harness.parity.compare import compare
 from harness.parity.outcome import Outcome
 from harness.parity.record import Record, load
-from harness.parity.tiers import divergence
-from harness.probe.step_checks.cadence import Cadence
 from harness.store.check_stream import BYTES
 from harness.store.metrics import read_metrics
 from tests.capture import loops
-from tests.support.mutants import Slip, each
+from tests.support.mutants import each, slips
 from tests.support.spawn import run_ranks
 
 WEIGHT = "blocks.1.down.weight"
@@ -186,53 +184,39 @@ def test_promise(promise: Callable[[Path], None], tmp_path: Path) -> None:
     promise(tmp_path)
 
 
-MUTANTS: dict[str, tuple[Slip, Callable[[Path], None]]] = {
-    "neighbours": (
-        Slip(Cadence, "looks", "step % self.every < 2", "step % self.every < 1", "Neighbours are not seen"),
-        looks_seldom,
-    ),
-    "rows": (
-        Slip(merge.Rank, "seen", "self.rows[row,", "self.rows[row - 1,", "A step has the row of the one before"),
-        looks_seldom,
-    ),
-    "disk": (
-        Slip(Cadence, "thin", "max(4, 2 * self.every)", "self.every", "Sketches grow without a limit"),
-        stays_below_its_limit,
-    ),
-    "share": (
-        Slip(
-            runs.Run,
-            "_cadence",
-            "self._share",
-            "0.02",
-            "A run looks for the usual share of time, whatever it was given",
-        ),
-        looks_seldom,
-    ),
-    "rotation": (
-        Slip(
-            parts.Part, "_write", "[1 : -self._keep_last]", "[: -self._keep_last]", "The first step's tensors go, too"
-        ),
-        rotates,
-    ),
-    "rotation of many": (
-        Slip(parts.Part, "_write", "[1 : -self._keep_last]", "[1:1]", "Whole tensors of every captured step stay"),
-        rotates,
-    ),
-    "attempts": (
-        Slip(merge, "cut", "part.lines[:done]", "part.lines", "Steps behind the checkpoint stay in the record"),
-        goes_on,
-    ),
-    "first update": (
-        Slip(divergence, "first_update", "float(slope[0])", "0.0 * float(slope[0])", "One sign of Adam's is a fault"),
-        clean_and_hot,
-    ),
-}
+MUTANTS = slips(
+    """
+    neighbours: Neighbours are not seen
+        probe.step_checks.cadence.Cadence.looks: step % self.every < 2 => step % self.every < 1
+        looks_seldom
+    rows: A step has the row of the one before
+        capture.merge.Rank.seen: self.rows[row, => self.rows[row - 1,
+        looks_seldom
+    disk: Sketches grow without a limit
+        probe.step_checks.cadence.Cadence.thin: max(4, 2 * self.every) => self.every
+        stays_below_its_limit
+    share: A run looks for the usual share of time, whatever it was given
+        capture.run.Run._cadence: self._share => 0.02
+        looks_seldom
+    rotation: The first step's tensors go, too
+        capture.parts.Part._write: [1 : -self._keep_last] => [: -self._keep_last]
+        rotates
+    rotation of many: Whole tensors of every captured step stay
+        capture.parts.Part._write: [1 : -self._keep_last] => [1:1]
+        rotates
+    attempts: Steps behind the checkpoint stay in the record
+        capture.merge.cut: part.lines[:done] => part.lines
+        goes_on
+    first update: One sign of Adam's is a fault
+        parity.tiers.divergence.first_update: float(slope[0]) => 0.0 * float(slope[0])
+        clean_and_hot
+    """
+)
 
 
-@pytest.mark.parametrize("name", each("Capture of another program", ((n, m[0].breaks) for n, m in MUTANTS.items())))
+@pytest.mark.parametrize("name", each("Capture of another program", MUTANTS))
 def test_a_mutant_is_found(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    slip, promise = MUTANTS[name]
+    slip, promise = MUTANTS[name][0], globals()[MUTANTS[name][1]]
     slip.put(monkeypatch)
     with pytest.raises(AssertionError):
         promise(tmp_path)

@@ -14,11 +14,10 @@ from harness.capture import merge, run as runs, watching
 from harness.parity.alone.every_step import BETWEEN
 from harness.parity.compare import compare
 from harness.parity.outcome import Grade, Outcome, Verdict
-from harness.parity.tiers import comparable
 from harness.probe.step_checks.pieces import Piece, blocks_of
 from harness.store.check_stream import read
 from tests.capture import loops
-from tests.support.mutants import Slip, each
+from tests.support.mutants import each, slips
 from tests.support.spawn import run_ranks
 
 STEPS = 3
@@ -104,63 +103,39 @@ def its_own_fault_reaches_nobody(parts: Path, to: Path) -> bool:
 
 
 Holds = Callable[[Path, Path], bool]
-MUTANTS: dict[str, tuple[Slip, Holds]] = {
-    "copies": (
-        Slip(merge.Merged, "_added", "in counted[name]]", "in self.parts]", "Copies are added up"),
-        copies_count_once,
-    ),
-    "between steps": (
-        Slip(
-            merge.Merged,
-            "_row",
-            'self._added("after", step - 1, self.holders) if step else begins',
-            "begins",
-            "Weights before a step are taken to be those after the one before",
-        ),
-        changes_between_steps_are_seen,
-    ),
-    "unknown data": (
-        Slip(comparable, "limits", "if silent:", "if False:", "Runs whose data nobody knows are called EQUAL"),
-        unknown_data_are_no_proof,
-    ),
-    "content of data": (
-        Slip(
-            runs,
-            "_digest_of",
-            "digest.update(leaf.reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())",
-            "pass",
-            "A digest of data holds its shape alone",
-        ),
-        other_tokens_have_another_digest,
-    ),
-    "rows of data": (
-        Slip(runs, "fed", "leaf[row]) for key", "leaf[: row + 1]) for key", "A row's digest holds those before"),
-        a_row_has_one_digest_in_every_batch,
-    ),
-    "places of weights": (
-        Slip(watching, "digest", "(index + seed)", "(0 * index + seed)", "Exchanged weights have one digest"),
-        exchanged_weights_have_another_digest,
-    ),
-    "pieces of weights": (
-        Slip(watching, "digest", "(top + at // wide)", "(at // wide)", "Each rank counts its rows from nought"),
-        pieces_add_up_to_the_whole,
-    ),
-    "a fault of its own": (
-        Slip(
-            runs.Guarded,
-            "__call__",
-            "except Exception as error",
-            "except OSError as error",
-            "Errors reach the training loop",
-        ),
-        its_own_fault_reaches_nobody,
-    ),
-}
+MUTANTS = slips(
+    """
+    copies: Copies are added up
+        capture.merge.Merged._added: in counted[name]] => in self.parts]
+        copies_count_once
+    between steps: Weights before a step are taken to be those after the one before
+        capture.merge.Merged._row: self._added("after", step - 1, self.holders) if step else begins => begins
+        changes_between_steps_are_seen
+    unknown data: Runs whose data nobody knows are called EQUAL
+        parity.tiers.comparable.limits: if silent: => if False:
+        unknown_data_are_no_proof
+    content of data: A digest of data holds its shape alone
+        capture.run._digest_of: digest.update(leaf.reshape(-1).contiguous().view(torch.uint8).numpy().tobytes()) => pass
+        other_tokens_have_another_digest
+    rows of data: A row's digest holds those before
+        capture.run.fed: leaf[row]) for key => leaf[: row + 1]) for key
+        a_row_has_one_digest_in_every_batch
+    places of weights: Exchanged weights have one digest
+        capture.watching.digest: (index + seed) => (0 * index + seed)
+        exchanged_weights_have_another_digest
+    pieces of weights: Each rank counts its rows from nought
+        capture.watching.digest: (top + at // wide) => (at // wide)
+        pieces_add_up_to_the_whole
+    a fault of its own: Errors reach the training loop
+        capture.run.Guarded.__call__: except Exception as error => except OSError as error
+        its_own_fault_reaches_nobody
+    """
+)
 
 
-@pytest.mark.parametrize("name", each("Capture of another program", ((n, m[0].breaks) for n, m in MUTANTS.items())))
+@pytest.mark.parametrize("name", each("Capture of another program", MUTANTS))
 def test_a_mutant_is_found(name: str, parts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    slip, holds = MUTANTS[name]
+    slip, holds = MUTANTS[name][0], globals()[MUTANTS[name][1]]
     assert holds(parts, tmp_path / "right")
     slip.put(monkeypatch)
     assert not holds(parts, tmp_path / "wrong")

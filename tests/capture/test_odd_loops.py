@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +11,15 @@ import pytest
 import torch
 from torch import nn
 
-from harness.capture import describe, merge, run as runs, watch, watching
+from harness.capture import merge, run as runs, watch
 from harness.launch import submit
 from harness.parity.compare import compare
 from harness.parity.outcome import Outcome, Verdict
 from harness.parity.record import load
-from harness.parity.tiers import divergence
 from harness.store.rundir import RunDir
 from harness.store.status import State, read
 from tests.capture import loops
-from tests.support.mutants import Slip, each
+from tests.support.mutants import Slip, each, slips
 
 STEPS = 4
 CLEAN = (Outcome.EQUAL, Outcome.EQUIVALENT)
@@ -121,63 +119,44 @@ def it_is_not_tried_again(to: Path) -> bool:
     return False
 
 
-MUTANTS: dict[str, tuple[Slip, Callable[[Path], bool]]] = {
-    "loss scale": (
-        Slip(divergence, "_scale", "found > 0", "found < 0", "Scaled local gradients are held against unscaled ones"),
-        a_loss_scale_is_no_distance,
-    ),
-    "fused scale": (
-        Slip(
-            watching.Watching,
-            "_reduced_gradient",
-            "local if scale is None else local / scale.to(local.device)",
-            "local",
-            "Gradients that a fused optimizer is to unscale are recorded with the scale",
-        ),
-        a_loss_scale_is_no_distance,
-    ),
-    "fused overflow": (
-        Slip(watching.Watching, "_update", '"found_inf"', '"nothing"', "An update that is left out counts as one"),
-        an_update_that_overflowed_is_none,
-    ),
-    "several updates": (
-        Slip(
-            describe, "config", 'if any(each["repeats"]', 'if not any(each["repeats"]', "Two updates are held to be one"
-        ),
-        several_updates_are_no_fault,
-    ),
-    "groups": (
-        Slip(
-            watching.Watching,
-            "_update",
-            "id(param) for",
-            "id(optimizer) for",
-            "Groups stepped in turn are several updates",
-        ),
-        groups_one_by_one_are_one_update,
-    ),
+MUTANTS = slips(
+    """
+    loss scale: Scaled local gradients are held against unscaled ones
+        parity.tiers.divergence._scale: found > 0 => found < 0
+        a_loss_scale_is_no_distance
+    fused scale: Gradients that a fused optimizer is to unscale are recorded with the scale
+        capture.watching.Watching._reduced_gradient: local if scale is None else local / scale.to(local.device) => local
+        a_loss_scale_is_no_distance
+    fused overflow: An update that is left out counts as one
+        capture.watching.Watching._update: "found_inf" => "nothing"
+        an_update_that_overflowed_is_none
+    several updates: Two updates are held to be one
+        capture.describe.config: if any(each["repeats"] => if not any(each["repeats"]
+        several_updates_are_no_fault
+    groups: Groups stepped in turn are several updates
+        capture.watching.Watching._update: id(param) for => id(optimizer) for
+        groups_one_by_one_are_one_update
+    lists: Lists of a batch have another digest in each layout
+        capture.run._leaves: str | int | float => complex
+        lists_have_rows
+    notebook: An error of an earlier cell ends a run
+        capture.run.Run.close: is self._earlier => is None
+        an_earlier_error_is_not_of_the_run
+    retry: A new attempt of another program is promised
+        launch.submit.frozen: provenance.WATCHED in => "" in
+        it_is_not_tried_again
+    """
+) | {
     "NaN": (
         Slip(merge, "decode", "", lambda _: json.loads, "A run whose loss is no number is lost"),
-        numbers_that_are_none_are_recorded,
-    ),
-    "lists": (
-        Slip(runs, "_leaves", "str | int | float", "complex", "Lists of a batch have another digest in each layout"),
-        lists_have_rows,
-    ),
-    "notebook": (
-        Slip(runs.Run, "close", "is self._earlier", "is None", "An error of an earlier cell ends a run"),
-        an_earlier_error_is_not_of_the_run,
-    ),
-    "retry": (
-        Slip(submit, "frozen", "provenance.WATCHED in", '"" in', "A new attempt of another program is promised"),
-        it_is_not_tried_again,
+        "numbers_that_are_none_are_recorded",
     ),
 }
 
 
-@pytest.mark.parametrize("name", each("Odd loops under a watch", ((n, m[0].breaks) for n, m in MUTANTS.items())))
+@pytest.mark.parametrize("name", each("Odd loops under a watch", MUTANTS))
 def test_a_mutant_is_found(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    slip, holds = MUTANTS[name]
+    slip, holds = MUTANTS[name][0], globals()[MUTANTS[name][1]]
     assert holds(tmp_path / "right")
     slip.put(monkeypatch)
     assert not holds(tmp_path / "wrong")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -18,15 +17,13 @@ from harness.data.loader import Loader
 from harness.engines.protocol import Ranks
 from harness.models.workload import workload_for
 from harness.parity.compare import compare
-from harness.parity.judgement import Judgement
 from harness.parity.outcome import Outcome, Stage
 from harness.parity.record import load
-from harness.parity.tiers import comparable as tiers
 from harness.parity.tiers.comparable import as_stepped
 from harness.store.rundir import RunDir
 from harness.store.show import diff
 from tests.support.composing import compose
-from tests.support.mutants import Slip, each
+from tests.support.mutants import each, slips
 from tests.support.programs import run_program
 from tests.support.spawn import run_ranks
 
@@ -125,29 +122,27 @@ def other_weights_are_refused(ours: Path, watched: Path) -> bool:
     return compare(watched / "seed", ours).outcome is Outcome.NOT_COMPARABLE
 
 
-MUTANTS: dict[str, tuple[Slip, Callable[[Path, Path], bool]]] = {
-    "clipping": (
-        Slip(tiers, "as_stepped", "float(clip) / (norms + 1e-6)", "1.0", "Our gradients are held unclipped"),
-        same,
-    ),
-    "squares of clipped gradients": (
-        Slip(tiers, "_times", "* factor", "* factor**2", "Captured gradients are clipped twice"),
-        same,
-    ),
-    "behind clipping": (
-        Slip(Judgement, "_taken", "Stage.clipping if", "Stage.reduction if", "A loop that clips nothing sums wrongly"),
-        clipping_is_within_the_interval,
-    ),
-    "first weights of two rules": (
-        Slip(tiers, "_first_weights", "if not np.array_equal(one, other)", "if False", "Other first weights pass"),
-        other_weights_are_refused,
-    ),
-}
+MUTANTS = slips(
+    """
+    clipping: Our gradients are held unclipped
+        parity.tiers.comparable.as_stepped: float(clip) / (norms + 1e-6) => 1.0
+        same
+    squares of clipped gradients: Captured gradients are clipped twice
+        parity.tiers.comparable._times: * factor => * factor**2
+        same
+    behind clipping: A loop that clips nothing sums wrongly
+        parity.judgement.Judgement._taken: Stage.clipping if => Stage.reduction if
+        clipping_is_within_the_interval
+    first weights of two rules: Other first weights pass
+        parity.tiers.comparable._first_weights: if not np.array_equal(one, other) => if False
+        other_weights_are_refused
+    """
+)
 
 
-@pytest.mark.parametrize("name", each("Watched runs against ours", ((n, m[0].breaks) for n, m in MUTANTS.items())))
+@pytest.mark.parametrize("name", each("Watched runs against ours", MUTANTS))
 def test_a_mutant_is_found(name: str, ours: Path, watched: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    slip, holds = MUTANTS[name]
+    slip, holds = MUTANTS[name][0], globals()[MUTANTS[name][1]]
     assert holds(ours, watched)
     slip.put(monkeypatch)
     assert not holds(ours, watched)

@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
-from harness.capture import Part, shards, watch, watching
+from harness.capture import Part, watch
 from harness.parity.compare import compare
 from harness.parity.outcome import Outcome
 from harness.parity.record import load
-from tests.support.mutants import Slip, each
+from tests.support.mutants import each, slips
 from tests.support.spawn import run_ranks
 
 WORDS, WIDTH, ROWS, LENGTH, STEPS, EXPERTS = 16, 8, 8, 6, 11, 2
@@ -187,31 +187,22 @@ def test_a_part_that_does_not_fit_is_left_out_and_named(tmp_path: Path) -> None:
     assert "are not the whole of" in load(run.path).summary["unplaced"]["weight"]
 
 
-MUTANTS: dict[str, tuple[Slip, str]] = {
-    "rows of a part": (
-        Slip(
-            shards, "_moved", "down * length - rows[0] * width", "down * length", "A part begins at the parameter's row"
-        ),
-        "cut",
-    ),
-    "where a part begins": (
-        Slip(shards, "_moved", "begin + start - of", "begin", "Each part is read from the parameter's first row"),
-        "packed",
-    ),
-    "place of a part": (
-        Slip(
-            shards, "_moved", "first - rows[0] + down", "first - rows[0]", "Ranks overwrite each other's rows"
-        ),
-        "cut",
-    ),
-    "local gradients of a part": (
-        Slip(
-            watching.Watching, "_local_gradient", "slice(*shard.whole)", "slice(0, shard.whole[1] - shard.whole[0])",
-            "Each part is given the local gradient of the parameter's first rows",
-        ),
-        "packed",
-    ),
-}  # fmt: skip
+MUTANTS = slips(
+    """
+    rows of a part: A part begins at the parameter's row
+        capture.shards._moved: down * length - rows[0] * width => down * length
+        cut
+    where a part begins: Each part is read from the parameter's first row
+        capture.shards._moved: begin + start - of => begin
+        packed
+    place of a part: Ranks overwrite each other's rows
+        capture.shards._moved: first - rows[0] + down => first - rows[0]
+        cut
+    local gradients of a part: Each part is given the local gradient of the parameter's first rows
+        capture.watching.Watching._local_gradient: slice(*shard.whole) => slice(0, shard.whole[1] - shard.whole[0])
+        packed
+    """
+)
 
 
 def mutated(rank: int, name: str, path: Path) -> None:
@@ -221,7 +212,7 @@ def mutated(rank: int, name: str, path: Path) -> None:
         train(rank, kind, path)
 
 
-@pytest.mark.parametrize("name", each("Declared parts", ((n, m[0].breaks) for n, m in MUTANTS.items())))
+@pytest.mark.parametrize("name", each("Declared parts", MUTANTS))
 def test_a_mutant_is_found(name: str, study: Path, tmp_path: Path) -> None:
     path = tmp_path / "study" / "wrong"
     run_ranks(mutated, 2 if MUTANTS[name][1] == "cut" else 1, name, path)
