@@ -153,7 +153,7 @@ MUTANTS: dict[str, tuple[Claim, Slip]] = {
     ),
     "no loss": (
         wrong_pairs,
-        Slip(bitwise, "_not_finite", 'if key == "grad_norm" else frozenset()', "", "Losses may be no numbers then"),
+        Slip(bitwise, "finite_values", 'if key == "grad_norm" else frozenset()', "", "Losses may be no numbers then"),
     ),
 }
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 
 from harness.parity.outcome import Finding, Grade, Stage, fact
@@ -74,47 +73,38 @@ def _weights(arm: Record, control: Record) -> Finding:
     return Finding("T1", "final weights", Stage.optimizer, grade, left[:16], right[:16], step=arm.length)
 
 
-LOGGED_VALUES = (("loss", Stage.forward), ("grad_norm", Stage.gradient), ("param_norm", Stage.optimizer))
-
-
 def finite_values(
-    arm: Record, control: Record, pairs: Mapping[int, Sequence[TensorPair]], last_stable: int | None = None
+    arm: Record, control: Record, pairs: Mapping[int, Sequence[TensorPair]], last_stable: float = math.inf
 ) -> list[Finding]:
     """Findings of non-finite values, the earliest step first.
 
-    Args: last_stable: last step at which the control was stable (`trajectory.stable_until`); all where None.
+    Args: last_stable: last step at which the control was stable (`trajectory.stable_until`).
     """
-    found = [finding for step in sorted(pairs) for finding in _captured(step, pairs[step])]
-    for key, stage in LOGGED_VALUES:
-        found += _not_finite(key, stage, arm, control)
-    found += _left_out_once(arm, control)
-    placed = [
-        _after_stability(each) if last_stable is not None and (each.step or 0) > last_stable else each for each in found
-    ]
-    return sorted(placed, key=lambda finding: finding.step or 0)
+    odd: list[tuple[int, str, Stage, bool, bool, str | None]] = []
+    for step in sorted(pairs):
+        wrong = [pair for pair in pairs[step] if not (pair.finite and pair.control_finite)]
+        wrong.sort(key=lambda pair: pair.finite == pair.control_finite)
+        odd += [(step, "gradient", Stage.gradient, p.finite, p.control_finite, p.name) for p in wrong[:1]]
+    for key, stage in LOGGED:
+        excused = arm.skipped | control.skipped if key == "grad_norm" else frozenset()
+        for step, values in enumerate(zip(arm.series(key), control.series(key), strict=True), start=1):
+            fine, control_fine = (value is None or math.isfinite(value) for value in values)
+            if not (fine and control_fine) and step not in excused:
+                odd.append((step, key, Stage.gradient if key == "grad_norm" else stage, fine, control_fine, None))
+                break
+    found = [*(_odd(*each, is_late=each[0] > last_stable) for each in odd), *_left_out_once(arm, control)]
+    return sorted(found, key=lambda finding: finding.step or 0)
 
 
-def _after_stability(finding: Finding) -> Finding:
-    if finding.grade is not Grade.bad:
-        return finding
-    return replace(finding, grade=Grade.doubt, note="in one run only, after the control had left stability")
-
-
-def _captured(step: int, pairs: Sequence[TensorPair]) -> list[Finding]:
-    odd = [pair for pair in pairs if not (pair.finite and pair.control_finite)]
-    odd.sort(key=lambda pair: pair.finite == pair.control_finite)
-    return [
-        _odd("gradient", Stage.gradient, step, pair.finite, pair.control_finite, tensor=pair.name) for pair in odd[:1]
-    ]
-
-
-def _not_finite(key: str, stage: Stage, arm: Record, control: Record) -> list[Finding]:
-    excused = arm.skipped | control.skipped if key == "grad_norm" else frozenset()
-    for step, (left, right) in enumerate(zip(arm.series(key), control.series(key), strict=True), start=1):
-        fine, control_fine = (value is None or math.isfinite(value) for value in (left, right))
-        if not (fine and control_fine) and step not in excused:
-            return [_odd(key, stage, step, fine, control_fine)]
-    return []
+def _odd(
+    step: int, what: str, stage: Stage, fine: bool, control_fine: bool, tensor: str | None, *, is_late: bool
+) -> Finding:
+    note = "in one run only, after the control had left stability" if is_late else "in one run only"
+    if both := not (fine or control_fine):
+        note = "in both runs: nothing after it can be compared"
+    grade = Grade.doubt if both or is_late else Grade.bad
+    observed, allowed = ("finite" if each else "not finite" for each in (fine, control_fine))
+    return Finding("T1", f"{what} is finite", stage, grade, observed, allowed, step=step, tensor=tensor, note=note)
 
 
 def _left_out_once(arm: Record, control: Record) -> list[Finding]:
@@ -125,11 +115,3 @@ def _left_out_once(arm: Record, control: Record) -> list[Finding]:
     observed, allowed = (said[step in run.skipped] for run in (arm, control))
     note = "under a dynamic loss scale, in one run only: nothing after it can be compared"
     return [fact("update is made", Stage.gradient, observed, allowed, wrong=Grade.doubt, step=step, note=note)]
-
-
-def _odd(what: str, stage: Stage, step: int, fine: bool, control_fine: bool, tensor: str | None = None) -> Finding:
-    both = not fine and not control_fine
-    grade = Grade.doubt if both else Grade.bad
-    note = "in both runs: nothing after it can be compared" if both else "in one run only"
-    observed, allowed = ("finite" if each else "not finite" for each in (fine, control_fine))
-    return Finding("T1", f"{what} is finite", stage, grade, observed, allowed, step=step, tensor=tensor, note=note)
