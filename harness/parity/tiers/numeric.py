@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -146,20 +146,9 @@ def explain(b: float, uncertainty: float, factors: Sequence[tuple[float, str]]) 
     return f"{factor:.4g} x the control's: {'; or '.join(causes)}"
 
 
-def _of(
-    check: str,
-    pair: TensorPair,
-    off: float,
-    allowed: float,
-    refuted: float,
-    note: str | Callable[[], str] = "",
-    step: int = 1,
-) -> Finding:
-    return measured(check, Stage.gradient, off, allowed, refuted, step=step, tensor=pair.name, note=note)
-
-
 def _distance(pair: TensorPair, allowed: float, refuted: float, step: int = 1) -> Finding:
-    return _of("gradient distance", pair, pair.distance, allowed, refuted, step=step)
+    off, stage = pair.distance, Stage.gradient
+    return measured("gradient distance", stage, off, allowed, refuted, step=step, tensor=pair.name)
 
 
 def _room(pair: TensorPair, rerouted: float) -> float:
@@ -174,7 +163,8 @@ def _first_distance(pair: TensorPair, envelope: Envelope) -> Finding:
 def _block(pair: TensorPair, envelope: Envelope) -> Finding:
     allowed = of_piece(envelope.tensor(pair.name, pair.numel), pair.block.size)
     refuted = REFUTED * math.hypot(allowed, math.sqrt(2) * _room(pair, envelope.rerouted))
-    return _of("gradient, worst piece", pair, pair.block.distance, allowed, refuted, pair.where)
+    off, stage = pair.block.distance, Stage.gradient
+    return measured("gradient, worst piece", stage, off, allowed, refuted, step=1, tensor=pair.name, note=pair.where)
 
 
 def _scale(pair: TensorPair, envelope: Envelope, factors: Sequence[tuple[float, str]]) -> Finding:
@@ -182,7 +172,8 @@ def _scale(pair: TensorPair, envelope: Envelope, factors: Sequence[tuple[float, 
     if pair.numel < HANDFUL:
         allowed = max(allowed, envelope.tensor(pair.name, pair.numel))
     refuted = REFUTED * (allowed + _room(pair, envelope.rerouted_scale))
-    return _of("gradient scale", pair, abs(pair.b), allowed, refuted, partial(explain, pair.b, allowed, factors))
+    off, why = abs(pair.b), partial(explain, pair.b, allowed, factors)
+    return measured("gradient scale", Stage.gradient, off, allowed, refuted, step=1, tensor=pair.name, note=why)
 
 
 def _pooled(pooled: Pooled, envelope: Envelope, factors: Sequence[tuple[float, str]]) -> Finding:
