@@ -356,7 +356,7 @@ MUTANTS: dict[str, tuple[Callable[[Witnessed], Iterator[str]], Slip]] = {
         losses with the room of hot training: Every loss has the room of unstable training
             parity.tiers.divergence.losses: <= last_stable => <= 0
         losses of the step before: A loss counts for the step before
-            parity.tiers.divergence.losses: np.arange(2, len(slope) + 2),\\n => np.arange(1, len(slope) + 1),\\n
+            parity.tiers.divergence.losses: Stage.gradient, steps, => Stage.gradient, steps - 1,
     """,
     ),
     **slips(

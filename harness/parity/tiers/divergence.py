@@ -20,7 +20,7 @@ from harness.parity.tensors import Float64
 from harness.parity.tiers.arithmetic import SAFETY
 from harness.parity.tiers.comparable import is_one, matters
 from harness.parity.tiers.envelope import Envelope
-from harness.parity.tiers.trajectory import ROUNDED, Perturbation, Series
+from harness.parity.tiers.trajectory import ROUNDED, Perturbation, Series, relative
 from harness.store.check_stream import Stream, tensor_columns
 
 BURST = 625.0
@@ -267,21 +267,13 @@ def jumps(
 def losses(arm: Record, control: Record, envelope: Envelope, last: int, last_stable: int) -> list[Finding]:
     """Losses after step 1 up to `last` against the weights' distance, with a wider bound after `last_stable`."""
     left, right, slope = _by_distance(arm, control, last)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        observed = np.where(left == right, 0.0, np.abs(left - right) / np.abs(right))
-        slope *= np.where(np.arange(2, len(slope) + 2) <= last_stable, 1.0, math.sqrt(BURST))
+    steps, limit = np.arange(2, len(slope) + 2), np.full(len(slope), np.inf)
+    with np.errstate(invalid="ignore"):
+        slope *= np.where(steps <= last_stable, 1.0, math.sqrt(BURST))
     allowed = np.nan_to_num(envelope.loss + ROUNDED + slope, nan=np.inf)
     note = "a jump: the distance of the two runs' weights does not explain it"
-    return Series(
-        GIVEN.format("loss"),
-        Stage.gradient,
-        np.arange(2, len(slope) + 2),
-        observed,
-        allowed,
-        np.full(len(observed), np.inf),
-        Stage.forward,
-        note,
-    ).findings()
+    observed, check = relative(left, right), GIVEN.format("loss")
+    return Series(check, Stage.gradient, steps, observed, allowed, limit, Stage.forward, note).findings()
 
 
 def first_update(arm: Record, control: Record) -> float:

@@ -104,7 +104,7 @@ def _pairs(key: str, arm: Record, control: Record, last: int) -> tuple[Int64, Fl
     return places + 1, left[places], right[places]
 
 
-def _relative(left: Float64, right: Float64) -> Float64:
+def relative(left: Float64, right: Float64) -> Float64:
     with np.errstate(divide="ignore", invalid="ignore"):
         off: Float64 = np.where(left == right, 0.0, np.abs(left - right) / np.abs(right))
     return off
@@ -118,13 +118,12 @@ def losses(arm: Record, control: Record, envelope: Envelope, push: Perturbation,
     moved = np.maximum(np.abs(right - right[0]), np.abs(np.diff(right, prepend=right[:1])))
     with np.errstate(divide="ignore", invalid="ignore"):
         levers = np.where(right != 0.0, np.maximum.accumulate(moved) / np.abs(right), 0.0)
-    observed, drift = _relative(left, right), np.maximum(push.loss * levers, push.seen)
+    observed, drift = relative(left, right), np.maximum(push.loss * levers, push.seen)
     allowed = envelope.loss + np.minimum(drift * growths(EXPECTED_GROWTH, steps), LOSS_CEILING)
     most = np.maximum(drift * growths(MOST_GROWTH, steps), np.where(steps > 2, grown(observed, ROUNDED), 0.0))
     refuted = np.maximum(allowed, REFUTED * (envelope.loss + envelope.rerouted_loss + most))
     hot = steps > span.last_stable
-    allowed, refuted = (np.where(hot, bound, each) for bound, each in ((LOSS_CEILING, allowed), (np.inf, refuted)))
-    allowed = np.where(hot, np.maximum(allowed, envelope.loss), allowed)
+    allowed, refuted = np.where(hot, max(LOSS_CEILING, envelope.loss), allowed), np.where(hot, np.inf, refuted)
     first = int((steps == 1).sum())
     parts = ((slice(0, first), Stage.forward, None), (slice(first, None), Stage.optimizer, Stage.weights))
     return [
@@ -137,7 +136,7 @@ def _norms(arm: Record, control: Record, envelope: Envelope, push: Perturbation,
     steps, left, right = _pairs("grad_norm", arm, control, min(span.last, span.last_stable))
     drift = push.weights * growths(EXPECTED_GROWTH, steps)
     judged = drift <= NORM_CEILING
-    observed = _relative(left, right)
+    observed = relative(left, right)
     most = np.maximum(push.weights * growths(MOST_GROWTH, steps), np.where(steps > 2, grown(observed, ROUNDED), 0.0))
     refuted = REFUTED * (envelope.norm + envelope.rerouted_norm + most)
     return Series(
@@ -239,8 +238,6 @@ class Series:
         return [self.finding(at) for at in range(len(self.steps))]
 
     def findings(self, tensor: Callable[[int], str | None] = lambda at: None) -> list[Finding]:
-        if not len(self.steps):
-            return []
         failed = np.flatnonzero(~(self.observed <= self.allowed))
         passed = np.flatnonzero(self.observed <= self.allowed)
         listed, rest = failed[:LISTED], failed[LISTED:]
