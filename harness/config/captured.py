@@ -1,16 +1,7 @@
 """Steps and tensors that a run captures: those listed, or chosen ones.
 
-[Note: Chosen captures] With measure.capture_steps=null a run captures its first step, its last and, between them, 100,
-1000, 10,000, ...: a run of 10,000 steps captures four. Each has the gradients, their local sums, the weights after the
-update, and the weights and moments before it, so that the optimizer's rule can be checked on whole tensors. With n
-weights of fp32, gradients in fp32 and Adam, gradients and their local sums take (4 + 4) n bytes, the weights after it
-4 n, and weights and moments before it 4 n + 8 n: 24 n a step, 16 n for the first.
-
-All of it passes through the first rank's memory while the others wait, so `measure.capture_limit_mib` bounds it: step
-1's gradients where one step of gradients fits, and the rest in order of worth (first update, last step, then 100, 1000,
-...) while all of it together fits. At 1 GiB a model of 20 M weights captures two steps, one of 250 M
-the gradients of the first, and one of 270 M nothing. Sketches of every step (`measure.step_checks`) do not grow with
-it.
+docs/verdicts.md ("What is captured") says which are chosen, in which order of worth, and their size. All of it passes
+through the first rank's memory while the others wait, so `measure.capture_limit_mib` bounds it.
 """
 
 from __future__ import annotations
