@@ -145,10 +145,8 @@ def _optimizer(watching: Watching) -> dict[str, Any]:
 def config(parts: Sequence[Mapping[str, Any]], steps: Sequence[Mapping[str, Any]], name: str) -> dict[str, Any]:
     """Configuration of a run. Args: parts: facts of every rank. steps: of every step what all ranks were fed."""
     found, first = dict(parts[0]["config"]), steps[0] if steps else {}
-    if any(each["repeats"] for each in steps):
-        found["optimizer"]["name"] = (
-            "ext"  # the rule holds for one update from a step's first weights, with its gradient
-        )
+    if any(each["repeats"] for each in steps):  # a rule is of one update from a step's first weights
+        found["optimizer"]["name"] = "ext"
     shapes = {each["name"]: each["shape"] for part in parts for each in part["tensors"]}
     found["model"]["parameters"] = sum(math.prod(shape) for shape in shapes.values())
     copies, microbatches = max(1, first.get("readers", 1)), _microbatches(steps)
@@ -156,7 +154,7 @@ def config(parts: Sequence[Mapping[str, Any]], steps: Sequence[Mapping[str, Any]
     batch = rows * copies * microbatches
     tokens = max(batch, int(first.get("tokens") or 0))
     inner = max(found[WATCHED]["inner"], tokens // (copies * microbatches))
-    told = {"data": bool(first.get("digest")), "inner": inner, "divisor": int(first.get("divisor") or 1)}
+    told = {"data": bool(first.get("digest")), "inner": inner}
     return found | {
         WATCHED: found[WATCHED] | told,
         "data": {"kind": "ext", "seq_len": tokens // batch},

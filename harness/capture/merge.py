@@ -188,8 +188,6 @@ class Merged:
         self.feeding = {name: self._feeding(name) for name in shapes}
         self.fed = [self._fed(step) for step in range(self.steps)]
         self.divisor = self._divisor()
-        for each in self.fed:
-            each["divisor"] = self.divisor
 
     def _holders(self, name: str) -> list[Rank]:
         """A rank for each of its pieces; none where they do not make up the tensor."""
