@@ -1,18 +1,15 @@
-"""What a loop may do with a step, under every pair of strategies on four ranks: accumulate, scale, forget, resume."""
+"""What a loop may do with a step, under every pair of strategies on four ranks: accumulate and scale."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from harness.fsdp import ShardedModel, megatron
 from harness.fsdp.runtime.gradient_sync import GradientSync
-from harness.fsdp.storage.param_group import ParamGroup
 from tests.fsdp.checked import Mutant, each_is_found, patched
 from tests.fsdp.pairs import (
     COVERED,
@@ -20,7 +17,6 @@ from tests.fsdp.pairs import (
     STRATEGIES,
     Model,
     Pair,
-    adamw,
     by_pair,
     close,
     data,
@@ -185,123 +181,6 @@ def penalised(rank: int, strategy: str) -> float:
     return float(found[0])
 
 
-# -- groups of one, and several models ---------------------------------------------------------------------------------
-
-
-def alone(rank: int) -> list[list[str]]:
-    """A data-parallel group of one: the divisor is still applied, once."""
-    found = []
-    for strategy in STRATEGIES:
-        for arguments, scale, total in (({}, 1 / K, 1 / K), ({"grad_divisor": 7.0}, 1.0, 1 / 7)):
-            model, _ = shard(Pair(strategy, ""), **arguments)
-            accumulate(model, own(0), "no_sync", scale)
-            found.append(close(dict(model.full_gradients()), plain_gradients(own(0), total)))
-            model.close()
-    return found
-
-
-def test_a_group_of_one_is_divided_like_any() -> None:
-    assert run_ranks(alone, 1) == [[[]] * 2 * len(STRATEGIES)]
-
-
-def several(rank: int) -> list[list[str]]:
-    """A teacher nobody trains, and two students under different pairs, their backwards in one sum."""
-    pairs = (Pair("optim_grads_params", "optim"), Pair("optim", ""))
-    teacher, _ = shard(Pair("optim_grads_params", "no_shard"), Model(11))
-    students = [shard(pair, Model(seed)) for seed, pair in enumerate(pairs)]
-    plain = [Model(seed) for seed in range(2)]
-    optimizers = [adamw(each) for each in plain]
-    plain_teacher = Model(11)
-    found = []
-    for step in range(2):
-        for _, optimizer in students:
-            optimizer.zero_grad(set_to_none=step == 0)
-        for each in optimizers:
-            each.zero_grad()
-        x = data(step, rank)
-        with torch.no_grad():
-            target = teacher(x)
-        torch.stack([(model(x) - target).square().mean() for model, _ in students]).sum().backward()
-        for other in range(WORLD):
-            y = data(step, other)
-            for each in plain:
-                ((each(y) - plain_teacher(y).detach()).square().mean() / WORLD).backward()
-        for (model, optimizer), each, other_optimizer in zip(students, plain, optimizers, strict=True):
-            right = {name: p.grad.double() for name, p in each.named_parameters() if p.grad is not None}
-            found.append(close(dict(model.full_gradients()), right))
-            optimizer.step()
-            other_optimizer.step()
-    for model in (teacher, *(model for model, _ in students)):
-        model.close()
-    return found
-
-
-def test_several_models_train_in_one_process() -> None:
-    assert run_ranks(several, WORLD) == [[[]] * 4] * WORLD
-
-
-# -- zero_grad and state -----------------------------------------------------------------------------------------------
-
-
-def forgets(rank: int, pair: Pair) -> list[str]:
-    """zero_grad with either flag, at either entry, after a whole step and in the middle of one: nothing is left."""
-    found = []
-    model, optimizer = shard(pair, grad_divisor=M)
-    right = plain_gradients(every_microbatch(), 1 / M)
-    for set_to_none in (True, False):
-        for forget in (optimizer.zero_grad, model.zero_grad):
-            with model.no_sync():
-                loss_of(model, own(rank)[0] + 5).backward()
-            forget(set_to_none)
-            accumulate(model, own(rank), "no_sync", 1.0)
-            found += close(dict(model.full_gradients()), right)
-            forget(set_to_none)
-            found += ["gradients"] if any(bool(g.any()) for _, g in model.full_gradients()) else []
-            found += ["a backward"] if set_to_none and model.engine.step.has_gradients else []
-    before = dict(model.full_weights())
-    optimizer.zero_grad()
-    optimizer.step()
-    found += same(before, dict(model.full_weights()))
-    model.close()
-    return found
-
-
-@every_pair
-def test_zero_grad_forgets_everything_whatever_its_flag(pair: Pair) -> None:
-    assert by_pair(forgets, COVERED.batch(pair))[pair] == [[]] * WORLD
-
-
-def resumes(rank: int, pair: Pair) -> list[str]:
-    """State of a model in the middle of its training, put into one of other weights: then bit for bit alike."""
-    numerics = {"numerics": "ordered"}
-    model, optimizer = shard(pair, **numerics)
-
-    def step(which: ShardedModel, of: torch.optim.Optimizer, number: int) -> float:
-        of.zero_grad()
-        accumulate(which, own(rank, number), "no_sync", 1 / K)
-        norm = float(which.clip_grad_norm_(0.1))
-        of.step()
-        return norm
-
-    for number in range(2):
-        step(model, optimizer, number)
-    saved = {key: value.clone() for key, value in model.state_dict().items()}
-    stepped = copy.deepcopy(optimizer.state_dict())
-    other, other_optimizer = shard(pair, Model(99), **numerics)
-    other.load_state_dict(saved)
-    other_optimizer.load_state_dict(stepped)
-    found = [f"saved {name}" for name in same(dict(model.full_weights()), dict(other.full_weights()))]
-    found += ["forward"] if not torch.equal(model(data(9, 0)), other(data(9, 0))) else []
-    for number in range(2, 4):
-        norms = step(model, optimizer, number), step(other, other_optimizer, number)
-        found += [] if norms[0] == norms[1] else [f"norm {norms}"]
-    found += same(dict(model.full_weights()), dict(other.full_weights()))
-    model.close()
-    other.close()
-    dist.barrier()
-    return found
-
-
 # -- mutants -----------------------------------------------------------------------------------------------------------
 
 _shard = megatron.shard
@@ -325,12 +204,6 @@ MUTANTS = {
         every_way,
         OPTIM,
     ),
-    "not refreshed": Mutant(
-        "Main weights are loaded, compute weights are not refreshed",
-        patched(ParamGroup, "is_stale", False),
-        resumes,
-        OPTIM,
-    ),
     "forgets earlier": Mutant(
         "A second synchronised backward takes the place of the first",
         patched(GradientSync, "_install", _forgets_earlier),
@@ -339,8 +212,3 @@ MUTANTS = {
     ),
 }
 test_a_mutant_is_found = each_is_found(__name__, MUTANTS, "The engine, by what loops do")
-
-
-@every_pair
-def test_state_resumes_bit_for_bit(pair: Pair) -> None:
-    assert by_pair(resumes, COVERED.batch(pair))[pair] == [[]] * WORLD

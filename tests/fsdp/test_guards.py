@@ -207,41 +207,6 @@ def traffic(rank: int) -> list[list[list[tuple[str, str, int]]]]:
     return found
 
 
-# -- ranks that start apart --------------------------------------------------------------------------------------------
-
-
-class Buffered(nn.Module):
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        self.body = make(seed)
-        self.register_buffer("mean", torch.randn(3, 2).T)
-        self.register_buffer("mask", torch.rand(5) > 0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.body(x)
-
-
-def start_apart(rank: int) -> list[tuple[dict[str, Tensor], list[Tensor], Tensor]]:
-    found = []
-    for strategy in STRATEGIES:
-        model = Buffered(rank)
-        wrapped = fully_shard_model(model, fsdp_unit_modules=[Block], zero_dp_strategy=strategy)
-        with torch.no_grad():
-            output = wrapped(torch.ones(1, 6))
-        found.append((dict(wrapped.full_weights()), list(model.buffers()), output))
-        wrapped.close()
-    return found
-
-
-def test_ranks_that_were_seeded_differently_start_from_the_first_ones_weights() -> None:
-    right = Buffered(0)
-    for per_strategy in on_ranks(start_apart, 3):
-        for weights, buffers, output in per_strategy:
-            assert all(torch.equal(weights[name], param) for name, param in right.named_parameters())
-            assert all(torch.equal(a, b) for a, b in zip(buffers, right.buffers(), strict=True))
-            assert torch.equal(output, right(torch.ones(1, 6)))
-
-
 # -- reductions that fail ----------------------------------------------------------------------------------------------
 
 

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import fields
 from fractions import Fraction
 
 import pytest
-import torch
-from torch import Tensor, nn
 
-from harness.fsdp import MixedPrecisionPolicy, Observer, Placements, fully_shard
+from harness.fsdp import Placements
 from harness.fsdp.storage import placement
 from harness.fsdp.storage.placement import (
     GATHERED,
@@ -24,13 +20,11 @@ from harness.fsdp.storage.placement import (
     SHARD,
     WHOLE,
     On,
-    Placement,
     Step,
     operation,
     route,
 )
 from harness.fsdp.vocabulary import OuterStrategy, Strategy
-from tests.support.spawn import run_ranks
 
 ALL = [Placements.of(inner, outer) for inner in Strategy for outer in ON_OUTER]
 
@@ -88,73 +82,3 @@ def test_a_row_that_sums_over_the_outer_axis_in_every_microbatch_is_refused(monk
     monkeypatch.setattr(placement, "ON_OUTER", {**ON_OUTER, OuterStrategy.optim: each_time})
     with pytest.raises(ValueError, match="the outer axis sums once a step, so that both are Partial"):
         Placements.of(Strategy.optim_grads, OuterStrategy.optim)
-
-
-# -- strategies that nobody wrote code for -----------------------------------------------------------------------------
-
-WEIGHTS_ALONE = (GATHERED, SHARD, PARTIAL, PARTIAL, SHARD, SHARD)
-"""A row of the inner table that is no ZeRO stage: weights are sharded, and gradients are reduced once a step."""
-
-
-@contextmanager
-def row(strategy: Strategy, placements: tuple[Placement, ...]) -> Iterator[None]:
-    before = placement.ON_INNER
-    placement.ON_INNER = {**before, strategy: placements}
-    try:
-        yield
-    finally:
-        placement.ON_INNER = before
-
-
-def model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(*(nn.Linear(6, 6) for _ in range(3))).double()
-
-
-def data(step: int, rank: int) -> Tensor:
-    return torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(100 * step + rank))
-
-
-def train(rank: int, placements: tuple[Placement, ...], k: int) -> tuple[list[Tensor], int]:
-    """Weights after three steps of k microbatches, and reduce-scatters of the last step."""
-
-    issued: list[str] = []
-    observer = Observer()
-    observer.collective = lambda kind, _: issued.append(kind)  # type: ignore[method-assign]
-    with row(Strategy.optim, placements):
-        module = model()
-        sharded, optimizer = fully_shard(
-            module,
-            torch.optim.SGD(module.parameters(), lr=0.1),
-            fsdp_unit_modules=[nn.Linear],
-            zero_dp_strategy="optim",
-            mixed_precision_policy=MixedPrecisionPolicy(main_params_dtype=None),
-        )
-        for step in range(3):
-            issued.clear()
-            observer.attach()
-            for index in range(k):
-                with sharded.no_sync() if index < k - 1 else sharded.sync():
-                    (sharded(data(step * k + index, rank)).square().sum() / k).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            observer.detach()
-        weights = [weight for _, weight in sharded.full_weights()]
-        sharded.close()
-    return weights, issued.count("reduce_scatter")
-
-
-@pytest.mark.parametrize("k", [1, 3])
-def test_a_strategy_that_is_only_a_new_row_trains_as_one_process_does(k: int) -> None:
-    """FSDP of weights alone: gathered for use, while gradients wait whole and are reduced once a step."""
-    reference = model()
-    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
-    for step in range(3):
-        for index, rank in itertools.product(range(k), range(2)):
-            (reference(data(step * k + index, rank)).square().sum() / (2 * k)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    for weights, reductions in run_ranks(train, 2, WEIGHTS_ALONE, k):
-        assert reductions == 3, "one reduction a unit and step, whatever k"
-        for found, expected in zip(weights, reference.parameters(), strict=True):
-            torch.testing.assert_close(found, expected.detach(), rtol=1e-13, atol=1e-15)
