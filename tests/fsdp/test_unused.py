@@ -6,24 +6,21 @@ is used.
 
 from __future__ import annotations
 
-import copy
 import itertools
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from harness.fsdp import MixedPrecisionPolicy, create_state
+from harness.fsdp import MixedPrecisionPolicy
 from harness.fsdp.runtime.gradient_sync import Usage
 from harness.fsdp.storage.gradients import Gradients
 from tests.fsdp.checked import Mutant, each_is_found, patched
-from tests.fsdp.freezing import (
+from tests.fsdp.pairs import PAIRS, Pair
+from tests.fsdp.unused import (
     OPTIMIZERS,
-    STEPS,
     WORLD,
     Trial,
-    World,
     bf16,
     difference,
     differences,
@@ -32,22 +29,20 @@ from tests.fsdp.freezing import (
     run_plain,
     sharded,
 )
-from tests.fsdp.pairs import PAIRS, Pair
 from tests.support.covering import Cover
 from tests.support.mutants import Slip
-from tests.support.spawn import run_ranks
 
-ADAMW = "unused, adamw"
+ADAMW = "adamw"
 TRIALS = Cover(
     (
-        Trial(pair, f"unused, {name}", k, fp32 if numerics == "exact" else fp64, (("numerics", numerics),))
+        Trial(pair, name, k, fp32 if numerics == "exact" else fp64, (("numerics", numerics),))
         for pair, k, name, numerics in itertools.product(PAIRS, (1, 2), OPTIMIZERS, ("fast", "ordered", "exact"))
     ),
     values=lambda trial: (
         trial.pair.inner,
         trial.pair.outer,
         trial.k,
-        "" if trial.pair.outer else trial.program,
+        "" if trial.pair.outer else trial.optimizer,
         trial.more,
     ),
 )
@@ -56,7 +51,7 @@ TRIALS = Cover(
 @pytest.mark.parametrize("trial", TRIALS.params())
 def test_an_unused_parameter_is_left_alone(trial: Trial) -> None:
     """A rank without rows of a parameter keeps nothing of it either way."""
-    trials, right = TRIALS.batch(trial), run_plain(trial.program, trial.k)
+    trials, right = TRIALS.batch(trial), run_plain(trial.optimizer, trial.k)
     found = [ran[trials.index(trial)] for ran in sharded(trials)]
     assert difference(found[0], trial) == ""
     assert found[0].norms == pytest.approx(right.norms, rel=1e-5)
@@ -92,74 +87,10 @@ WAYS = Cover(
 @pytest.mark.parametrize("trial", WAYS.params())
 def test_in_every_buffer_and_format(trial: Trial) -> None:
     """By which weights move, and in every step: what decays is used."""
-    trials, right = WAYS.batch(trial), run_plain(trial.program, trial.k)
+    trials, right = WAYS.batch(trial), run_plain(trial.optimizer, trial.k)
     found = [ran[trials.index(trial)] for ran in sharded(trials)]
     assert [kept.moved() for kept in found] == [right.moved()] * WORLD
     assert set().union(*(kept.stateless for kept in found)) == right.stateless
-
-
-# -- saving and loading ------------------------------------------------------------------------------------------------
-
-
-Built = tuple[World, torch.optim.Optimizer]
-
-
-def resume(rank: int, trial: Trial, before: int, after: int) -> list[dict[str, Tensor]]:
-    """Weights at the end: of a training that goes on, of one that loads torch's states, and of one that loads by name.
-
-    Loading is into models that have run no step, and into one whose runs were cut elsewhere (`after` steps).
-    """
-    first = build(rank, trial)
-    model: Any = first[0].model
-    run(first, range(before))
-    weights = {key: value.clone() for key, value in model.state_dict().items()}
-    stepped = copy.deepcopy(first[1].state_dict())
-    named = {key: value.clone() for key, value in model.sharded_state().items()}
-    found = []
-    run(first, range(before, STEPS))
-    found.append(dict(model.full_weights()))
-    for way in ("named",) if "nadam" in trial.program else ("torch", "named"):  # torch casts `mu_product` as it loads
-        built = build(rank, trial)
-        model = built[0].model
-        run(built, range(after))
-        if way == "torch":
-            model.load_state_dict(weights)
-            built[1].load_state_dict(stepped)
-        else:
-            create_state(built[1])
-            state = model.sharded_state()
-            assert state.keys() >= named.keys()
-            for key, value in named.items():
-                state[key].copy_(value)
-        run(built, range(before, STEPS))
-        found.append(dict(model.full_weights()))
-        model.close()
-    return found
-
-
-def build(rank: int, trial: Trial) -> Built:
-    world = World(trial.program, trial.k, rank, trial)
-    return world, world.bind(OPTIMIZERS[trial.program.removeprefix("unused, ")](world.module.parameters()))
-
-
-def run(built: Built, steps: range) -> None:
-    for step in steps:
-        built[0].backward(step)
-        built[1].step()
-        built[1].zero_grad()
-
-
-def resume_all(rank: int, pairs: tuple[Pair, ...]) -> list[list[dict[str, Tensor]]]:
-    names, steps = itertools.cycle(("adamw", "sgd", "nadam")), itertools.cycle(((1, 0), (3, 1)))
-    return [resume(rank, Trial(pair, f"unused, {next(names)}"), *next(steps)) for pair in pairs]
-
-
-@pytest.mark.parametrize("pairs", [PAIRS[::2], pytest.param(PAIRS[1::2], marks=pytest.mark.full)], ids=["few", "rest"])
-def test_saved_state_is_taken_up_wherever_runs_were_cut(pairs: tuple[Pair, ...]) -> None:
-    """Counters of Adam differ between neighbours; bits do not depend on where runs are cut."""
-    for found in run_ranks(resume_all, WORLD, pairs):
-        for went_on, *loaded in found:
-            assert all(torch.equal(went_on[name], each[name]) for each in loaded for name in went_on)
 
 
 # -- mutants -----------------------------------------------------------------------------------------------------------

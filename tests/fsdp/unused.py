@@ -1,13 +1,27 @@
-"""A model of which every step leaves something unused."""
+"""A model of which every step leaves something unused, trained on one process and on ranks.
+
+One process sees all data. Decay and momentum move what has a gradient of zero, so that the weights tell what was
+updated.
+"""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-WIDTH = 6
+from harness.fsdp import MixedPrecisionPolicy, fully_shard_model, fully_shard_optimizer
+from tests.fsdp.pairs import Pair, arguments_of
+from tests.support.covering import once
+from tests.support.spawn import run_ranks
+
+WORLD, STEPS, WIDTH = 4, 5, 6
+fp32, fp64, bf16 = torch.float32, torch.float64, torch.bfloat16
 LONG = 200
 """Elements of vectors that several ranks have a part of."""
 SMALLEST = -(2.0**-149)
@@ -75,3 +89,113 @@ def takes_side(place: int, step: int, index: int, last: int) -> bool:
     """Whether microbatch `index` of 0 .. `last` takes a layer's side branch: of the first layer one of them in even
     steps, of the third the first one, of the fourth the last one, of the second none."""
     return (place == 0 and index == 1 and step % 2 == 0) or (place, index) in ((2, 0), (3, last))
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.05, weight_decay=0.3, eps=1e-3),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.05, weight_decay=0.3, eps=1e-3),
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.3),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.02, momentum=0.5, weight_decay=0.3, eps=1e-2),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=0.02, weight_decay=0.3, eps=1e-3),
+}
+"""Each with decay and, where it has one, momentum."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A training. dtype: of the weights that are computed with. more: further arguments of `fully_shard_model`."""
+
+    pair: Pair
+    optimizer: str
+    k: int = 1
+    dtype: torch.dtype = fp64
+    more: tuple[tuple[str, Any], ...] = ()
+    policy: MixedPrecisionPolicy | None = None
+
+    def __str__(self) -> str:
+        named = "-".join(f"{name}={value}" for name, value in self.more)
+        return f"{self.pair}-{self.optimizer}-k{self.k}-{self.dtype}-{named}".replace("torch.", "")
+
+
+@dataclass
+class Kept:
+    """weights: after each step. stateless: parameters with rows here of which the optimizer keeps nothing."""
+
+    weights: list[dict[str, Tensor]] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    stateless: set[str] = field(default_factory=set)
+
+    def moved(self) -> list[set[str]]:
+        """Names of weights that each step changed."""
+        pairs = itertools.pairwise(self.weights)
+        return [{name for name in old if not torch.equal(old[name], new[name])} for old, new in pairs]
+
+
+def data(step: int, index: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * step + index)
+    return torch.randn(3, WIDTH, generator=generator, dtype=fp64)
+
+
+def train(optimizer: str, k: int, rank: int = 0, trial: Trial | None = None) -> Kept:
+    """All steps on one process, where `trial` is None, or on a rank."""
+    dtype, count, kept = fp64 if trial is None else trial.dtype, k * WORLD, Kept()
+    module: Any = Half().to(dtype)
+    model: Any = module
+    if trial is not None:
+        wide = MixedPrecisionPolicy(main_params_dtype=torch.promote_types(fp32, dtype))
+        more = {"mixed_precision_policy": trial.policy or wide, **arguments_of(trial.pair, WORLD)}
+        model = fully_shard_model(module, fsdp_unit_modules=[Branch], **more, **dict(trial.more))
+
+    def keep() -> None:
+        named = module.named_parameters() if trial is None else model.full_weights()
+        kept.weights.append({name: weight.detach().clone() for name, weight in named})
+
+    updates = OPTIMIZERS[optimizer](module.parameters())
+    if trial is not None:
+        fully_shard_optimizer(model, updates)
+    keep()
+    mine = range(count) if trial is None else range(rank * k, (rank + 1) * k)
+    for step in range(STEPS):
+        updates.zero_grad()
+        for index in mine:
+            given = data(step, index).to(dtype), step, index, count - 1
+            loss = model(*given).to(torch.promote_types(fp32, dtype)).square().mean() / len(mine)
+            with model.no_sync() if trial is not None and index < mine[-1] else nullcontext():
+                loss.backward()
+        grads = [p.grad for p in module.parameters() if p.grad is not None]
+        kept.norms.append(float(nn.utils.get_total_norm(grads) if trial is None else model.grad_norm()))
+        updates.step()
+        keep()
+    kept.stateless = {name for name, p in module.named_parameters() if not updates.state.get(p)}
+    if trial is not None:
+        model.close()
+    return kept
+
+
+run_plain = once(train)
+
+
+def run_all(rank: int, trials: tuple[Trial, ...]) -> list[Kept]:
+    return [train(trial.optimizer, trial.k, rank, trial) for trial in trials]
+
+
+@once
+def sharded(trials: tuple[Trial, ...]) -> list[list[Kept]]:
+    """By rank and trial."""
+    return run_ranks(run_all, WORLD, trials)
+
+
+def difference(found: Kept, trial: Trial) -> str:
+    """What is not as on one process, or nothing: values, and what each step moved."""
+    right = run_plain(trial.optimizer, trial.k)
+    for step, (ours, theirs) in enumerate(zip(found.weights, right.weights, strict=True)):
+        off = {name: (ours[name] - weight).abs().max().item() for name, weight in theirs.items()}
+        worst = max(off, key=lambda name: off[name])
+        if not off[worst] <= (1e-5 if trial.dtype is fp32 else 1e-12):
+            return f"{worst} after step {step} off by {off[worst]:.1e}"
+    return "" if found.moved() == right.moved() else f"moved {found.moved()}, not {right.moved()}"
+
+
+def differences(rank: int, trial: Trial) -> str:
+    """Of a run on ranks."""
+    return difference(run_all(rank, (trial,))[0], trial)

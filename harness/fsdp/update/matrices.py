@@ -159,7 +159,7 @@ class MatrixStep:
 
     def __init__(self) -> None:
         self._comms: dict[tuple[Mesh, Communicator | None], Communicator] = {}
-        self._kinds: dict[int, Any] = {}
+        self._groups: dict[int, int] = {}
         self._matrices: dict[int, list[Matrix]] = {}
         self._given: list[int] = []
         self._lanes: list[Lane] = []
@@ -275,9 +275,8 @@ class MatrixStep:
         *Collective* where there is something new."""
         new: dict[Communicator, list[tuple[int, Tensor]]] = {}
         for number, param in whole:
-            kind = number, _bucket_of(param).cuts.own
-            if (param.requires_grad or grad_of(param) is not None) and self._kinds.get(id(param)) != kind:
-                self._kinds[id(param)] = kind
+            if (param.requires_grad or grad_of(param) is not None) and self._groups.get(id(param)) != number:
+                self._groups[id(param)] = number
                 new.setdefault(self.comm_of(param), []).append((number, param))
         for comm, params in new.items():
             flat = [each for _, param in params for span in _box_here(param) for each in span]

@@ -283,6 +283,29 @@ def frozen_in_turn(world: World, model: Any, optimizer: Any) -> None:
 
 
 @stepped
+def frozen_after_the_forward(world: World, model: Any, optimizer: Any) -> None:
+    """torch accumulates nothing for what is frozen when the backward comes to it, nor for what was in the forward."""
+
+    def switch(*frozen: bool) -> None:
+        for name, each in zip(("blocks.0.up.weight", "blocks.1.up.weight"), frozen, strict=True):
+            model.get_parameter(name).requires_grad_(not each)
+
+    for _ in range(4):
+        switch(True, False)
+        world.step(model, optimizer, scale=lambda loss: (switch(False, True), loss)[1])
+
+
+@stepped
+def frozen_between_microbatches(world: World, model: Any, optimizer: Any) -> None:
+    """What came before a parameter was frozen counts."""
+    for _ in range(3):
+        world.backward(model, sync=False)
+        model.get_parameter("blocks.1.up.weight").requires_grad_(False)
+        world.step(model, optimizer)
+        model.get_parameter("blocks.1.up.weight").requires_grad_(True)
+
+
+@stepped
 def replaced(world: World, model: Any, optimizer: Any) -> None:
     for _ in range(4):
         world.backward(model)

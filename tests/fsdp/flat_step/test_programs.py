@@ -82,6 +82,9 @@ MUTANTS = slips(
     loaded state: Loaded moments are not taken
         fsdp.update.flat_step.FlatStep._take_state: fill(view, value) => pass
         state_of_one_process
+    frozen ones bring zeros: A parameter that was frozen between forward and backward got a gradient of zero
+        fsdp.runtime.backward_hooks.BackwardHooks._gradient_arrived: if not param.requires_grad: => if False:
+        frozen_after_the_forward
     any class: A class with its own step gets flat pieces
         fsdp.update.rules.moments_of: all( => any(
         subclass with its own step
