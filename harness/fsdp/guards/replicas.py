@@ -80,34 +80,23 @@ def check_equal(replicas: Sequence[Replica], comm: Communicator, when: str) -> N
     if not (differing := _differing(table)):
         raise ReplicaDrift(f"replicas differ {when}, and differ no more when looked at again: they are being changed")
     replica = replicas[differing[0]]
-    rows, names = table[:, differing[0]], ["padding between parameters"]
+    hashes, name = table[:, differing[0]], "padding between parameters"
     if parts := replica.parts():
         of_parts = all_values(comm, torch.stack([bit_hash(view) for _, view in parts]), HASHES)
         if places := _differing(of_parts):
-            rows, names = of_parts[:, places[0]], [parts[place][0] for place in places]
-    raise ReplicaDrift(_describe(replica.name, names, rows.tolist(), len(differing), when))
+            hashes, name = of_parts[:, places[0]], parts[places[0]][0]
+    sides = sorted(by_value(dict(enumerate(map(str, hashes.tolist())))).values(), key=len, reverse=True)
+    raise ReplicaDrift(
+        f"replicas differ {when}: {name} of bucket {replica.name} has other bits on"
+        f" {ranks_text(sorted(rank for side in sides[1:] for rank in side))} than on {ranks_text(sides[0])}. Something"
+        " changed weights on some ranks only: an edit outside the optimizer, another learning rate, or arithmetic that"
+        " is not the same there"
+    )
 
 
 def _differing(table: Tensor) -> list[int]:
     differs: list[bool] = (table != table[0]).any(0).tolist()
     return [place for place, each in enumerate(differs) if each]
-
-
-def _describe(bucket: str, names: list[str], hashes: list[int], num_tensors: int, when: str) -> str:
-    sides = sorted(by_value(dict(enumerate(map(str, hashes)))).values(), key=len, reverse=True)
-    rest = sorted(rank for side in sides[1:] for rank in side)
-    others = f" (and {len(names) - 1} more of its parameters)" if len(names) > 1 else ""
-    buckets = (
-        f", and {num_tensors - 1} more {'buckets differ' if num_tensors > 2 else 'bucket differs'}"
-        if num_tensors > 1
-        else ""
-    )
-    alike = "" if len(sides) == 2 else f", in {len(sides) - 1} ways"
-    return (
-        f"replicas differ {when}: {names[0]}{others} of bucket {bucket} has other bits on {ranks_text(rest)}{alike}"
-        f" than on {ranks_text(sides[0])}{buckets}. Something changed weights on some ranks only: an edit outside the"
-        " optimizer, another learning rate, or arithmetic that is not the same there"
-    )
 
 
 Held = list[tuple[Communicator, list[Replica]]]
