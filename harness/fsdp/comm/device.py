@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from harness.private_torch import foreach_copy_
+from harness.private_torch import foreach_add_, foreach_copy_, foreach_mul_
 
 HEAP_BYTES = 31 << 20
 """Just below the largest block that moves glibc's thresholds (32 MiB on 64 bits)."""
@@ -143,11 +143,18 @@ def usual_device(of_parameters: torch.device, group: dist.ProcessGroup | None) -
     return torch.device("cpu")
 
 
+# -- several tensors in one operation where work is queued, with the bits of one for each ------------------------------
+
+
+def _is_one(tensors: Sequence[Tensor]) -> bool:
+    return len(tensors) > 1 and is_queued(tensors[0].device)
+
+
 def copy_together(targets: Sequence[Tensor], sources: Sequence[Tensor], *, follows: bool = True) -> None:
     """Copy each source into its target, unless it lies there. follows: the host waits for what is copied to it."""
     pairs = zip(targets, sources, strict=True)
     apart = [(to, source) for to, source in pairs if not to.numel() or to.data_ptr() != source.data_ptr()]
-    if len(apart) > 1 and is_queued(targets[0].device):  # in one operation, with the bits of one for each
+    if _is_one(targets) and apart:
         foreach_copy_([target for target, _ in apart], [source for _, source in apart], not follows)
         return
     for target, source in apart:
@@ -155,6 +162,9 @@ def copy_together(targets: Sequence[Tensor], sources: Sequence[Tensor], *, follo
 
 
 def add_together(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    if _is_one(targets):
+        foreach_add_(list(targets), list(sources))
+        return
     for target, source in zip(targets, sources, strict=True):
         target.add_(source)
 
@@ -162,11 +172,27 @@ def add_together(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 def scale_together(tensors: Sequence[Tensor], factor: float | Tensor) -> None:
     """Multiply each by a factor, rounding once. A factor of shape [] on a device to which work is queued stays there:
     it multiplies even where it is 1, and the host does not look at it."""
-    if isinstance(factor, Tensor) and is_queued(factor.device):
-        for tensor in tensors:  # torch would first round a factor of shape [] to 16 bits
-            wide = factor.to(torch.promote_types(tensor.dtype, torch.float32)).reshape(1)
-            torch.mul(tensor, wide, out=tensor)
+    if isinstance(factor, Tensor) and tensors and is_queued(factor.device):
+        _scale_on_device(tensors, factor)
         return
     factor = float(factor)
-    for tensor in tensors if factor != 1.0 else ():
+    if factor == 1.0:
+        return
+    if _is_one(tensors):
+        foreach_mul_(list(tensors), factor)
+        return
+    for tensor in tensors:
         tensor.mul_(factor)
+
+
+def _scale_on_device(tensors: Sequence[Tensor], factor: Tensor) -> None:
+    """One launch for tensors of the factor's own width; 16-bit ones go one by one, for which torch would first round
+    the factor to their dtype."""
+    for dtype in dict.fromkeys(each.dtype for each in tensors):
+        alike = [each for each in tensors if each.dtype == dtype]
+        if dtype.itemsize >= torch.float32.itemsize:
+            foreach_mul_(alike, factor.to(dtype))
+            continue
+        wide = factor.to(torch.float32).reshape(1)
+        for each in alike:
+            torch.mul(each, wide, out=each)
