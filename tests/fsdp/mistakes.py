@@ -163,7 +163,7 @@ SLIPS = slips(
         gradient of
         optim_grads_params model='odd'
     weights are not installed: The next forward computes with the weights from before the update
-        fsdp.storage.param_group.ParamGroup.install: if self.encodings[0].kept is not None: => if False:
+        fsdp.storage.param_group.ParamGroup.install: if self.kept is not None: => if False:
         gradient norm at step 2|update of
         optim
     norm misses a piece: The gradient norm leaves out a rank's last piece

@@ -103,20 +103,19 @@ def plan_units(module: nn.Module, unit_classes: Sequence[type[nn.Module]]) -> li
     homes: dict[nn.Parameter, tuple[str, set[int]]] = {}
     seen: set[tuple[int, int]] = set()
 
-    def visit(part: nn.Module, path: str, unit: int) -> None:
+    stack = [(module, "", id(module))]  # no function that calls itself, which would keep the module
+    while stack:
+        part, path, unit = stack.pop()
         if path and unit == id(module) and isinstance(compiled(part), classes):
             unit = id(part)
             plans.setdefault(unit, UnitPlan(path, part))
         if (id(part), unit) in seen:
-            return
+            continue
         seen.add((id(part), unit))
         prefix = f"{path}." if path else ""
         for name, param in part.named_parameters(recurse=False):
             homes.setdefault(param, (prefix + name, set()))[1].add(unit)
-        for name, child in part.named_children():
-            visit(child, prefix + name, unit)
-
-    visit(module, "", id(module))
+        stack += [(child, prefix + name, unit) for name, child in reversed([*part.named_children()])]
     for param, (name, units) in homes.items():
         home = next(iter(units)) if len(units) == 1 else id(module)
         key = GroupKey(param.dtype, param.requires_grad, is_expert(param), is_marked(param))

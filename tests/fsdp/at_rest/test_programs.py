@@ -297,8 +297,8 @@ OF_PROGRAMS = (
 OF_REGISTERED = slips(
     """
     weights registered: Sharded parameters view a user buffer
-        fsdp.storage.param_group.ParamGroup._build_main_weights: if kept is not None and is_sent and may_share
-            => if kept is not None and is_sent
+        fsdp.storage.param_group.ParamGroup._build_main_weights: if self.kept is not None and is_sent and may_share
+            => if self.kept is not None and is_sent
     gradients registered: Gradients of sharded parameters view a user buffer
         fsdp.storage.gradients.Gradients.__init__:  or (SHARD in cuts.own and self.memory.registers) =>
     """
