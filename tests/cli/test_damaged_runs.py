@@ -199,12 +199,11 @@ FELL = (20753, 22662)
 """Seeds over which a verb once fell: configurations that lost what a table or a verdict reads."""
 
 
-def test_no_damage_makes_a_verb_fall(whole: Path, tmp_path: Path) -> None:
-    assert not found_wrong(whole, tmp_path, (*FELL, *range(10)))
-
-
-def test_no_later_kind_of_damage_makes_a_verb_fall(whole: Path, tmp_path: Path) -> None:
-    assert not found_wrong(whole, tmp_path, range(8), MORE_DAMAGE)
+@pytest.mark.parametrize(("kinds", "seeds"), [(DAMAGE, (*FELL, *range(10))), (MORE_DAMAGE, range(8))])
+def test_no_damage_makes_a_verb_fall(
+    kinds: Mapping[str, object], seeds: Sequence[int], whole: Path, tmp_path: Path
+) -> None:
+    assert not found_wrong(whole, tmp_path, seeds, kinds)
 
 
 @pytest.fixture(scope="module")
@@ -334,15 +333,6 @@ def test_no_damage_makes_the_copy_fail(
 ) -> None:
     monkeypatch.setattr("harness.cli.wandb_sync._page", lambda *_: "")
     assert not found_wrong(whole, tmp_path, seeds, kinds, _copies)
-
-
-@pytest.mark.full
-@pytest.mark.timeout(3600)
-@pytest.mark.usefixtures("quick_wandb")
-@pytest.mark.parametrize("part", range(4))
-def test_no_damage_at_all_makes_the_copy_fail(part: int, whole: Path, tmp_path: Path) -> None:
-    for kinds in (DAMAGE, MORE_DAMAGE):
-        assert not found_wrong(whole, tmp_path, range(1000 + 60 * part, 1060 + 60 * part), kinds, _copies)
 
 
 @pytest.mark.full

@@ -1,4 +1,4 @@
-"""Versions of the code compared: with runs of the simulated engine, and once with real ones, by `git bisect run`."""
+"""Versions of the code compared: requests that none can answer, and a real history, by `git bisect run`."""
 
 from __future__ import annotations
 
@@ -11,102 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from harness import revisions
-from harness.config.errors import BadRequest, refuse
-from harness.parity import Outcome
-from harness.revisions import WORKTREE, Request, Version, compare_code
-from tests.parity.arms import Arm, broken
-from tests.parity.edits import edit_json
-from tests.parity.lab import write
+from harness.config.errors import BadRequest
+from harness.revisions import Request
 from tests.study.test_code import commit, git
 
 ROOT = Path(__file__).parents[2]
-PLAIN = Arm(steps=3, updates=())
-DOUBLED = broken(PLAIN, reduced=lambda mean, own, arm: {name: 2 * value for name, value in mean.items()})
-ARMS = {
-    "clean": PLAIN,
-    "harmless": PLAIN,
-    "doubled": DOUBLED,
-    "other data": broken(PLAIN, same_data=True),
-    "fails": PLAIN,
-}
-"""What a commit of the toy project does, by the first words of its file."""
-
-
-class ToySnapshot:
-    """Stands for a version at work: what it does is written in its one file."""
-
-    ran: list[str] = []  # noqa: RUF012
-
-    def __init__(self, repository: revisions.Repository, version: Version) -> None:
-        self.version = version
-        self.folder = repository.folder(version)
-        self.kind = (repository.files(version) / "file.py").read_text().partition(":")[0]
-
-    def check(self, words: tuple[str, ...]) -> None:
-        if self.kind == "broken":
-            raise refuse(self.version.label, "cannot do what is asked. It is broken")
-
-    def log(self, words: tuple[str, ...]) -> Path:
-        return self.folder / "log"
-
-    def done(self, words: tuple[str, ...]) -> Path | None:
-        return next((path.parent for path in self.folder.glob("runs/*/*/config.yaml")), None)
-
-    def run(self, words: tuple[str, ...]) -> Path:
-        self.check(words)
-        if (done := self.done(words)) is not None:
-            return done
-        self.ran.append(self.version.word)
-        run = write(self.folder / "runs", ARMS[self.kind])
-        edit_json(run / "provenance.json", sources_digest=self.version.tree.ljust(64, "0"))
-        if self.kind == "fails":
-            edit_json(run / "status.json", state="failed", reason="no luck")
-        return run
-
-
-@pytest.fixture
-def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty project whose versions are simulated."""
-    top = tmp_path / "toy"
-    top.mkdir()
-    git(top, "init", "--quiet", "--initial-branch=main")
-    (top / ".gitignore").write_text("/runs/\n")
-    monkeypatch.chdir(top)
-    monkeypatch.setattr(revisions, "PACKAGE", top / "harness")
-    monkeypatch.setattr(revisions, "Snapshot", ToySnapshot)
-    monkeypatch.setattr(ToySnapshot, "ran", [])
-    return top
-
-
-def grow(top: Path, *kinds: str) -> None:
-    """A commit a kind, each with files of its own."""
-    for number, kind in enumerate(kinds):
-        commit(top, f"{kind}: {number}\n", f"{number} {kind}")
-
-
-def test_two_names_of_one_version_are_refused_and_nothing_is_run(toy: Path) -> None:
-    """What a fresh clone makes of `compare --code main WORKTREE`."""
-    grow(toy, "clean", "doubled")
-    with pytest.raises(BadRequest, match="hold the same files"):
-        compare_code(Request(("train.steps=3",)), "main", WORKTREE, pytest.fail)
-    assert ToySnapshot.ran == []
-
-
-def test_versions_are_compared_and_the_next_command_asks_the_same(toy: Path) -> None:
-    grow(toy, "clean", "doubled")
-    told: list[str] = []
-    compared = compare_code(Request(("train.steps=3",), "runs"), "main~1", "main", told.append)
-    assert compared.outcome is Outcome.DIFFERENT
-    assert compared.commands[0].endswith(f"--tensor {compared.findings[0].tensor}")
-    assert ToySnapshot.ran == [git(toy, "rev-parse", each)[:7] for each in ("main~1", "main")], "the control first"
-
-
-def test_nothing_is_run_where_one_version_does_not_compose(toy: Path) -> None:
-    grow(toy, "clean", "broken")
-    with pytest.raises(BadRequest, match=r"main \(\w{7}\): cannot do what is asked. It is broken"):
-        compare_code(Request(), "main~1", "main", [].append)
-    assert ToySnapshot.ran == []
 
 
 @pytest.mark.parametrize(
@@ -118,10 +27,9 @@ def test_nothing_is_run_where_one_version_does_not_compose(toy: Path) -> None:
         (Request(("numerics=fast",), bitwise=True), "numerics=fast promises no order"),
     ],
 )
-def test_what_no_version_can_answer_is_refused(toy: Path, request_: Request, says: str) -> None:
-    grow(toy, "clean", "doubled")
+def test_what_no_version_can_answer_is_refused(request_: Request, says: str) -> None:
     with pytest.raises(BadRequest, match=says):
-        compare_code(request_, "main~1", "main", [].append)
+        request_.check()
 
 
 SMALL = (

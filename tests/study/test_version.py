@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from harness import revisions
 from harness.config.errors import BadRequest
-from harness.revisions import FOLDER, Repository, Snapshot
+from harness.revisions import FOLDER, WORKTREE, Repository, Request, Snapshot, compare_code
 from harness.store import provenance
 from tests.study.test_code import commit, git
 
@@ -106,6 +107,20 @@ def test_a_package_that_python_takes_from_elsewhere_is_refused(top: Path) -> Non
     commit(top, "", "Without a package")
     with pytest.raises(BadRequest, match="is not what Python imports from its own files"):
         snapshot(top)
+
+
+def test_nothing_is_run_of_two_names_of_one_version_or_where_one_does_not_compose(
+    top: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first is what a fresh clone makes of `compare --code main WORKTREE`."""
+    monkeypatch.setattr(revisions, "PACKAGE", top / "harness")
+    root = str(top / "runs")
+    with pytest.raises(BadRequest, match="hold the same files"):
+        compare_code(Request(("a=b",), root), "main", WORKTREE, pytest.fail)
+    (top / "run.py").write_text("raise ImportError('it is broken')\n")
+    with pytest.raises(BadRequest, match=r"WORKTREE \(on \w{7}\): cannot do what is asked(?s:.)*it is broken"):
+        compare_code(Request(("a=b",), root), "main", WORKTREE, pytest.fail)
+    assert not list(top.rglob("starts"))
 
 
 def test_two_requests_at_once_make_one_run(top: Path) -> None:
