@@ -133,7 +133,7 @@ def test_import_linter_keeps_the_product_out_of_the_inside(tmp_path: Path) -> No
     command = (*lint, "--contract", "one-door")
     kept = copy.run(*command)
     assert (kept.returncode, "One door" in kept.stdout) == (0, True), kept.stdout
-    copy.insert("harness/store/identity.py", "\nfrom harness.fsdp.comm import events\n")
+    copy.insert("harness/store/identity.py", "from harness.fsdp.comm import events\n", before="EXCLUDED = (")
     broken = copy.run(*command)
     assert broken.returncode == 1, broken.stdout
     assert "harness.store.identity -> harness.fsdp.comm.events" in broken.stdout
