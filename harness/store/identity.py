@@ -111,7 +111,7 @@ def current(config: dict[str, Any]) -> dict[str, Any]:
 def repeated(config: Mapping[str, Any], without: Sequence[str] = ()) -> str:
     """Defining text of a configuration and all its repetitions. Args: without: groups that may differ, too."""
     kept = {key: value for key, value in config.items() if key not in without}
-    return canonical(kept | {"train": {**config["train"], "replicate": 0}})
+    return canonical(kept | {"train": {**config.get("train", {}), "replicate": 0}})
 
 
 def signature(config: dict[str, Any]) -> str:

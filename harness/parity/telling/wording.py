@@ -211,7 +211,7 @@ def _shown_apart(arm: Record, control: Record) -> tuple[str, ...]:
 
 
 def _renewed(run: Record) -> str:
-    if any(each.startswith((f"{CONFIG} was", f"{CONFIG} is")) or f"/{STATUS} is" in each for each in run.problems):
+    if any(each.startswith(f"{CONFIG} is") or f"/{STATUS} is" in each for each in run.problems):
         return verb(f"show {shown(run.path)}")
     said = " ".join(run.problems)
     if IS_STALE in said:
