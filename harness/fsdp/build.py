@@ -194,9 +194,9 @@ class Engine:
 
     def _watch(self) -> ModelWatchdog | None:
         meshes, options = self.meshes, self.options
-        groups = [meshes.dense.everyone.group, *(comm.group for mesh in meshes for comm in mesh.communicators)]
-        groups += [] if meshes.tensor is None else [meshes.tensor.group, meshes.everyone.group]
-        limit_s, check, shared = options.watchdog_timeout_s, options.check_collectives, meshes.shared_memories
+        groups = [comm.group for comm in meshes.communicators]
+        shared = [comm.shm for comm in meshes.communicators if comm.shm is not None]
+        limit_s, check = options.watchdog_timeout_s, options.check_collectives
         return watch_groups(groups, self.runtime, limit_s, check, _where(self.hooks), shared)
 
     def _shard_parameters(self, module: nn.Module) -> None:

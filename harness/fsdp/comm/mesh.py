@@ -23,7 +23,6 @@ from harness.fsdp.comm.device import DeviceRuntime
 from harness.fsdp.options import Options
 from harness.fsdp.vocabulary import Transport
 from harness.private_torch import backends_of, timeout_of
-from harness.shm import ShmGroup
 
 
 def group_of_members(
@@ -116,12 +115,8 @@ class Mesh:
                 raise ValueError("an outer axis needs the group of all ranks too: give hybrid_fsdp_group")
             self.everyone = Communicator(groups.everyone, runtime, Transport.backend)
         self._check()
-        self.place = Place(
-            self.inner.rank,
-            self.inner.size,
-            self.outer.rank if self.outer is not None else 0,
-            self.outer.size if self.outer is not None else 1,
-        )
+        outside = () if self.outer is None else (self.outer.rank, self.outer.size)
+        self.place = Place(self.inner.rank, self.inner.size, *outside)
 
     def _check(self) -> None:
         ranks = [dist.get_process_group_ranks(each.group) for each in (self.inner, self.gather, self.everyone)]
@@ -141,10 +136,6 @@ class Mesh:
     @property
     def has_outer(self) -> bool:
         return self.outer is not None and self.outer.size > 1
-
-    @property
-    def communicators(self) -> Sequence[Communicator]:
-        return list(dict.fromkeys(filter(None, (self.inner, self.gather, self.outer, self.everyone))))
 
 
 def all_values(comm: Communicator, values: Tensor, purpose: str) -> Tensor:
@@ -198,9 +189,11 @@ class Meshes:
         return found
 
     @property
-    def shared_memories(self) -> list[ShmGroup]:
-        communicators = [comm for mesh in self for comm in mesh.communicators] + ([self.tensor] if self.tensor else [])
-        return [comm.shm for comm in communicators if comm.shm is not None]
+    def communicators(self) -> list[Communicator]:
+        """Of all axes, each once; of both axes of tensor-parallel ranks last."""
+        found = [comm for mesh in self for comm in (mesh.everyone, mesh.inner, mesh.gather, mesh.outer)]
+        found += [] if self.tensor is None else [self.tensor, self.everyone]
+        return list(dict.fromkeys(filter(None, found)))
 
     def of(self, *, expert: bool) -> Mesh:
         return self.experts if expert else self.dense
