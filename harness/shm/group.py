@@ -143,7 +143,7 @@ class ShmGroup(dist.ProcessGroup):
 
         until_settled: inputs of `allocate` stay as they are until `settle`, not only until this is waited for.
         """
-        outs = {rank: [row[rank] for row in outputs] for rank in range(self.size())}
+        outs = [[row[rank] for row in outputs] for rank in range(self.size())]
         given = [each.detach().contiguous() for each in inputs]
         return Work(self.transport, self.transport.gather(given, outs, until_settled=until_settled), outputs)
 
@@ -161,7 +161,7 @@ class ShmGroup(dist.ProcessGroup):
         divisor = {dist.ReduceOp.SUM: 1, dist.ReduceOp.AVG: self.size()}.get(_operation(opts))
         if divisor is None:
             return self.gloo.reduce_scatter(outputs, inputs, *([] if opts is None else [opts]))
-        given = {rank: [row[rank].detach().reshape(-1) for row in inputs] for rank in range(self.size())}
+        given = [[row[rank].detach().reshape(-1) for row in inputs] for rank in range(self.size())]
         flat = [output.view(-1) for output in outputs]
         return Work(self.transport, self.transport.reduce_scatter(given, flat, divisor=divisor), outputs)
 

@@ -16,12 +16,12 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from mmap import mmap
-from typing import ClassVar
+from typing import ClassVar, cast
 from weakref import WeakSet
 
 import torch
@@ -61,6 +61,7 @@ PAUSES_S = 20e-6, 1e-3
 GATHER, REDUCE = 1, 2
 KINDS = {GATHER: "all-gather", REDUCE: "reduce-scatter"}
 _ACKNOWLEDGE = -1
+ByRank = Sequence[Sequence[Tensor]]
 
 
 @dataclass(frozen=True)
@@ -78,13 +79,13 @@ class Transfer:
     """One collective of this rank.
 
     sources: by rank, tensors like what it has for this one; under this rank, its own. outs: of a gather, where each
-    rank's parts go; of a reduction, its sums, under this rank. divisor: of sums.
+    rank's parts go; of a reduction, its sums, under each rank. divisor: of sums.
     """
 
     number: int
     kind: int
-    sources: dict[int, list[Tensor]]
-    outs: dict[int, list[Tensor]]
+    sources: ByRank
+    outs: ByRank
     divisor: int = 1
     missing: set[int] = field(default_factory=set)
     """Peers whose parts were not read."""
@@ -128,7 +129,7 @@ class Transport:
 
     # -- issuing -------------------------------------------------------------------------------------------------------
 
-    def gather(self, own: Sequence[Tensor], outs: dict[int, list[Tensor]], *, until_settled: bool = False) -> Transfer:
+    def gather(self, own: Sequence[Tensor], outs: ByRank, *, until_settled: bool = False) -> Transfer:
         """Give `own` to all ranks, and get every rank's into `outs`. *Collective.*
 
         until_settled: `own` stays as it is until `settle`, so that nobody waits for its readers before.
@@ -136,25 +137,17 @@ class Transport:
         for out, given in zip(outs[self.rank], own, strict=True):
             if out.data_ptr() != given.data_ptr():
                 out.data.copy_(given)
-        return self._issue(GATHER, dict.fromkeys(self._order, own), outs, outs, until_settled=until_settled)
+        return self._issue(GATHER, [own] * self.size, outs, outs, until_settled=until_settled)
 
-    def reduce_scatter(self, given: dict[int, list[Tensor]], outs: Sequence[Tensor], *, divisor: int = 1) -> Transfer:
+    def reduce_scatter(self, given: ByRank, outs: Sequence[Tensor], *, divisor: int = 1) -> Transfer:
         """Sum what all ranks give to this one, in rank order and in the dtype of `outs`, flat tensors. *Collective.*
 
         given: by rank, what this one gives to it. outs: may be this rank's own part of `given`.
         """
-        expected = dict.fromkeys(self._order, given[self.rank]) | {self.rank: given[self.rank]}
-        return self._issue(REDUCE, given, expected, {self.rank: list(outs)}, divisor)
+        return self._issue(REDUCE, given, [given[self.rank]] * self.size, [outs] * self.size, divisor)
 
     def _issue(
-        self,
-        kind: int,
-        given: Mapping[int, Sequence[Tensor]],
-        sources: dict[int, list[Tensor]],
-        outs: dict[int, list[Tensor]],
-        divisor: int = 1,
-        *,
-        until_settled: bool = False,
+        self, kind: int, given: ByRank, sources: ByRank, outs: ByRank, divisor: int = 1, *, until_settled: bool = False
     ) -> Transfer:
         with self._guard:
             if self._is_aborted:
@@ -162,30 +155,23 @@ class Transport:
             number, self._number = self._number, self._number + 1
             transfer = Transfer(number, kind, sources, outs, divisor, set(self._order))
             self._open[number] = transfer
-            in_place, keeps, messages = self._placed(given)
-            unread = set(self._order)
-            self._unread[number] = keeps, unread
+            parts = {id(each): each for peer in self._order for each in given[peer] if each.numel()}
+            places = {key: self.segment.find(each) for key, each in parts.items()}
+            kept, unread, in_place = cast(object, given), set(self._order), None not in places.values()
+            if not in_place:
+                begin, block = self.segment.allocate(sum(aligned(each.nbytes) for each in parts.values()))
+                kept, place = block, 0
+                for key, each in parts.items():
+                    block[place : place + each.nbytes].view(each.dtype).view(each.shape).copy_(each.detach())
+                    places[key], place = begin + place, place + aligned(each.nbytes)
+            self._unread[number] = kept, unread
             if (in_place and not until_settled) or kind == REDUCE:
                 transfer.readers = unread
         for peer in self._order:
             length = sum([tensor.nbytes for tensor in given[peer]])
-            self._send(peer, [number, kind, length, *messages[peer]])
+            self._send(peer, [number, kind, length, *(places.get(id(each)) or 0 for each in given[peer])])
         self._advance_ready(REDUCE)
         return transfer
-
-    def _placed(self, given: Mapping[int, Sequence[Tensor]]) -> tuple[bool, object, dict[int, list[int]]]:
-        """True if parts are read where they are; what must be kept; and by peer, where its parts lie."""
-        parts = {id(each): each for peer in self._order for each in given[peer] if each.numel()}
-        places = {key: self.segment.find(each) for key, each in parts.items()}
-        kept: object = given
-        in_place = None not in places.values()
-        if not in_place:
-            begin, block = self.segment.allocate(sum(aligned(each.nbytes) for each in parts.values()))
-            kept, place = block, 0
-            for key, each in parts.items():
-                block[place : place + each.nbytes].view(each.dtype).view(each.shape).copy_(each.detach())
-                places[key], place = begin + place, place + aligned(each.nbytes)
-        return in_place, kept, {peer: [places.get(id(each)) or 0 for each in given[peer]] for peer in self._order}
 
     def _send(self, peer: int, numbers: list[int]) -> None:
         def is_sent() -> bool:
