@@ -32,7 +32,7 @@ import torch.distributed as dist
 from harness.private_torch import backends_of, timeout_of
 from harness.watchdog.report import CollectiveError, Position, all_stuck, describe_hang
 from harness.watchdog.store import CollectiveCheck, RollCalls, stores_of
-from harness.watchdog.waits import FlightRecorder, Wait, Waits
+from harness.watchdog.waits import FlightRecorder, Waits
 
 LOG = logging.getLogger(__name__)
 TICK_S = 0.5
@@ -46,8 +46,6 @@ MARGIN_S = 30.0
 EXIT_S = 5.0
 """Seconds that the program's end waits for a thread: one that leaves a call of torch later aborts the interpreter."""
 NEVER_SENT = (1 << 31) - 3
-SUSPICION, ALARM = 1, 2
-"""Reasons of a roll call."""
 BACKEND = ("gloo", "NCCL", "pair closure", "Connection", "different collectives", "imed out", "Wait timeout")
 """Words of errors that say a collective failed, rather than the program is wrong."""
 
@@ -223,12 +221,12 @@ class Watchdog:
     def _watch(self) -> None:
         asking, alone_at = threading.Thread(), float("inf")
         while not self._is_closed and self._message is None:
-            reason = self._reason()
-            alone_at = min(alone_at, time.monotonic() + PATIENCE_S) if reason == ALARM else float("inf")
+            is_late = self._failure is not None or bool(self.waits.late(self.timeout_s))
+            alone_at = min(alone_at, time.monotonic() + PATIENCE_S) if is_late else float("inf")
             if time.monotonic() >= alone_at:
                 known = describe_hang({self.rank: self.position()}, [self.rank], self.timeout_s)
                 self._conclude(f"{known}; other ranks could not be asked: {self._silence}")
-            elif reason and not self._is_answering and not asking.is_alive():
+            elif (is_late or self._may_be_stuck()) and not self._is_answering and not asking.is_alive():
                 asking = _thread(self._ask, "watchdog-asks")
             self._wake.wait(self.tick_s)
             self._wake.clear()
@@ -241,7 +239,9 @@ class Watchdog:
         with suppress(Exception):  # the store is gone: the run is over, or a wait will fail and say why
             while not self._is_closed and self._rolls.wait():
                 self._is_answering = True
-                if message := self._rolls.answer(self._answer()):
+                for wait in self.waits.all():  # of which no rank need ask again
+                    wait.is_suspected |= time.monotonic() - wait.since > SUSPECT_S
+                if message := self._rolls.answer(self.position()):
                     return self._conclude(message)
                 self._is_answering = False
 
@@ -253,23 +253,11 @@ class Watchdog:
         except Exception as error:
             self._silence = str(error).splitlines()[0]
 
-    def _reason(self) -> int:
-        """The most urgent reason to call a roll; 0: none."""
-        reasons = [self._reason_of(wait, time.monotonic() - wait.since) for wait in self.waits.all()]
-        return ALARM if self._failure is not None else max(reasons, default=0)
-
-    def _reason_of(self, wait: Wait, seconds: float) -> int:
-        if seconds > self.timeout_s:
-            return ALARM
+    def _may_be_stuck(self) -> bool:
         # Later than a wait counts, so that ranks which began about now need not ask again.
-        is_long = self._suspects and wait.is_main and seconds > 1.2 * SUSPECT_S
-        return SUSPICION if is_long and not wait.is_suspected else 0
-
-    def _answer(self) -> Position:
-        """This rank's position, for which no rank need ask again."""
-        for wait in self.waits.all():
-            wait.is_suspected |= time.monotonic() - wait.since > SUSPECT_S
-        return self.position()
+        limit = time.monotonic() - 1.2 * SUSPECT_S
+        asks = (wait.is_main and not wait.is_suspected and wait.since < limit for wait in self.waits.all())
+        return self._suspects and any(asks)
 
     def position(self) -> Position:
         late = self.waits.late(self.timeout_s)
