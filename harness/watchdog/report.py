@@ -28,19 +28,17 @@ class CollectiveError(RuntimeError):
 class Position:
     """One rank's position.
 
-    where: place in the program. waits: the collective it waits for, None if it waits for none. number: that
-    collective's place among all this rank has begun, 0 if unknown. history: number and name of its last collectives.
-    failure: error of its backend. is_late: its wait is over the limit. waited: for each wait the names of the
-    collectives it is for, empty unless the main thread waits long. begun: how often it has begun each collective.
+    where: place in the program. waits: the collective it waits for and, if known, that one's place among all this rank
+    has begun; None if it waits for none. seconds: since when. history: number and name of its last collectives.
+    failure: error of its backend. waited: for each wait the names of the collectives it is for, empty unless the main
+    thread waits long. begun: how often it has begun each collective.
     """
 
     where: str
     waits: str | None
-    number: int | None
     seconds: float
     history: list[tuple[int, str]]
     failure: str | None = None
-    is_late: bool = False
     waited: list[list[str]] = field(default_factory=list)
     begun: dict[str, int] = field(default_factory=dict)
 
@@ -92,11 +90,7 @@ def first_difference(positions: Positions) -> str:
 
 
 def _waiting(positions: Positions) -> list[str]:
-    places = {
-        rank: f"{each.waits}{f' (number {each.number})' if each.number else ''} {each.where}"
-        for rank, each in positions.items()
-        if each.waits is not None
-    }
+    places = {rank: f"{each.waits} {each.where}" for rank, each in positions.items() if each.waits is not None}
     return [
         f"{ranks_text(ranks)} wait{'s' if len(ranks) == 1 else ''} since"
         f" {max(positions[rank].seconds for rank in ranks):.1f} s in {place}"

@@ -140,10 +140,12 @@ class Waits:
             return [], {}
         return [list(map(str, wait.labels)) for wait in waits.values()], begun
 
-    def number_of(self, wait: Wait) -> int:
-        """Place of the collective among those that were begun; 0 if unknown."""
+    def name_of(self, wait: Wait) -> str:
+        """The collectives, and the place of the first among those that were begun where that is known."""
         numbers = {label: number for number, label in list(self._recent)}
-        return wait.number or min((numbers.get(label, 0) for label in wait.labels), default=0)
+        number = wait.number or min((numbers.get(label, 0) for label in wait.labels), default=0)
+        name = " and ".join(map(str, wait.labels)) or "a collective begun before"
+        return f"{name} (number {number})" if number else name
 
     def history(self) -> list[tuple[int, str]]:
         announced = [(number, str(label)) for number, label in list(self._recent)]

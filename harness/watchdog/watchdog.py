@@ -260,19 +260,16 @@ class Watchdog:
         return self._suspects and any(asks)
 
     def position(self) -> Position:
-        late = self.waits.late(self.timeout_s)
-        *_, wait = [None, *(late or self.waits.all())]
+        *_, wait = [None, *(self.waits.late(self.timeout_s) or self.waits.all())]
         line, called = _main_thread_place()
         is_elsewhere = wait is None and called  # in a collective of the program's own, which nobody announced
         waited, begun = self.waits.blocked(SUSPECT_S) if self._suspects else ([], {})
         return Position(
             where=f"in torch's {called}, {line}" if is_elsewhere else self._where(),
-            waits=None if wait is None else (" and ".join(map(str, wait.labels)) or "a collective begun before"),
-            number=None if wait is None else self.waits.number_of(wait),
+            waits=None if wait is None else self.waits.name_of(wait),
             seconds=0.0 if wait is None else time.monotonic() - wait.since,
             history=self.waits.history(),
             failure=self._failure,
-            is_late=bool(late),
             waited=waited,
             begun=begun,
         )
@@ -280,7 +277,7 @@ class Watchdog:
     def _verdict(self, positions: dict[int, Position]) -> str:
         """The message that all ranks raise; "" if they go on."""
         is_deadlock = len(positions) == len(self.ranks) and all_stuck(positions)
-        if is_deadlock or any(each.failure or each.is_late for each in positions.values()):
+        if is_deadlock or any(each.failure or each.seconds > self.timeout_s for each in positions.values()):
             return describe_hang(positions, self.ranks, self.timeout_s, is_deadlock=is_deadlock)
         return ""
 

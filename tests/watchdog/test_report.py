@@ -10,15 +10,15 @@ from tests.support.mutants import Slip, each
 
 
 def test_where_a_rank_is_gone_or_failed_there_is_no_advice_to_run_the_same() -> None:
-    waits = Position("in u", "b", 2, 2.0, [(2, "b")])
-    for others in ({}, {1: Position("in u", None, None, 2.0, [(2, "b")], "reset by peer")}):
+    waits = Position("in u", "b (number 2)", 2.0, [(2, "b")])
+    for others in ({}, {1: Position("in u", None, 2.0, [(2, "b")], "reset by peer")}):
         assert report.SAME_WORK not in report.describe_hang({0: waits, **others}, [0, 1], 60)
 
 
 def waiting(*waits: str, history: str = "", **begun: int) -> Position:
     """Waits by the names they are for, "a+b" for one of two. history: a letter for each collective."""
     waited = [name.split("+") if name else [] for name in waits]
-    return Position("", None, None, 0.0, [*enumerate(history)], waited=waited, begun=begun)
+    return Position("", None, 0.0, [*enumerate(history)], waited=waited, begun=begun)
 
 
 STANDS: dict[str, tuple[bool, list[Position]]] = {

@@ -51,7 +51,7 @@ def rolls(ranks: int, found: Counted) -> list[RollCalls]:
 
 def called(ranks: int) -> tuple[int, list[Any]]:
     """Requests for a message on which ranks agree, and the messages. Two ranks call the roll."""
-    position = Position("in the forward", "all_gather", 1, 61.0, [(1, "all_gather")], is_late=True)
+    position = Position("in the forward", "all_gather (number 1)", 61.0, [(1, "all_gather")])
     made = rolls(ranks, found := counted())
 
     def answer(one: RollCalls) -> str:
