@@ -7,7 +7,6 @@ compared whenever they can be read.
 
 from __future__ import annotations
 
-import ast
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,6 @@ from harness.fsdp.runtime.step import (
     TRANSITIONS,
     Call,
     Step,
-    StepShape,
     StepState,
 )
 from harness.private_torch import references_to
@@ -67,51 +65,6 @@ def test_the_docs_have_the_table() -> None:
         rows.append([f"`{state.name}`", state.value, *ends])
     missing = [line for line in (f"| {' | '.join(row)} |" for row in rows) if line not in docs]
     assert not missing, "docs/engine.md lacks:\n" + "\n".join(missing)
-
-
-def test_every_state_can_be_reached_and_left_for_the_next_step() -> None:
-    reached = {StepState.IDLE}
-    for _ in StepState:
-        reached |= {to for state in reached for states in TRANSITIONS[state].values() for to in states}
-    assert reached == set(StepState)
-    resting = set(StepState) - {StepState.BACKWARD}
-    assert all(TRANSITIONS[state][Call.zero_grad] == (StepState.IDLE,) for state in resting)
-    assert all(TRANSITIONS[state][Call.fail] == (StepState.FAILED,) for state in StepState)
-
-
-def test_one_method_changes_states() -> None:
-    found = [
-        (path.relative_to(ENGINE).as_posix(), ast.unparse(node))
-        for path in ENGINE.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Attribute) and node.attr == "state" and isinstance(node.ctx, ast.Store)
-    ]
-    assert found.count(("runtime/step.py", "self.state")) == 2  # the first in the constructor
-    of_optimizers = {("update/flat_step.py", "self.optimizer.state")}
-    assert set(found) - of_optimizers == {("runtime/step.py", "self.state")}
-
-
-def test_a_wrong_move_raises_and_names_the_calls_that_are_possible() -> None:
-    of = Step(StepShape(reduces_each=True, reduces_once=False))
-    with pytest.raises(StepError, match=r"end of a backward is not possible now .*; possible is: .*backward\(\)"):
-        of.post_backward()
-    of.pre_backward()
-    with pytest.raises(StepError, match="does not lead from BACKWARD to FINISHED"):
-        of.move(Call.post_backward, StepState.FINISHED)
-    assert of.state is StepState.BACKWARD
-
-
-def test_an_update_that_is_not_installed_is_a_state_that_every_forward_asks_of() -> None:
-    of = Step(StepShape(reduces_each=True, reduces_once=False))
-    of.update(installs=True)
-    of.check_installed()
-    of.update(installs=False)
-    of.update(installs=True)  # of a second optimizer
-    of.zero_grad()
-    with pytest.raises(StepError, match=r"call model\.install_optimized_model_weights\(\)"):
-        of.check_installed()
-    of.weights_installed()
-    of.check_installed()
 
 
 # -- sequences of calls ------------------------------------------------------------------------------------------------
