@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from tests.fsdp.pairs import STRATEGIES
 from tests.support.covering import once
-from tests.support.mutants import each
+from tests.support.mutants import each, slips
 from tests.support.spawn import run_ranks
 
 Check = Callable[[int, str], list[str]]
@@ -44,6 +44,12 @@ class Mutant:
 def patched(where: Any, name: str, value: Any = mock.DEFAULT, **more: Any) -> Callable[[], Any]:
     """The patch of a mutant: what `where` has under a name is `value`; without one, it does nothing."""
     return lambda: mock.patch.object(where, name, value, **more)
+
+
+def of_slips(table: str) -> dict[str, Mutant]:
+    """Mutants of a table of `slips`; behind each its check, and then the strategy where that is not ZeRO-3."""
+    rows = slips(table).items()
+    return {name: Mutant(slip.breaks, slip.patched, *more) for name, (slip, *more) in rows}
 
 
 def areas_of(mutants: Mapping[str, Mutant], area: str = "") -> list[Any]:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -19,7 +17,7 @@ from harness.fsdp.storage.param_group import ParamGroup
 from harness.fsdp.update.flat_step import FlatStep
 from tests.fsdp.checked import patched
 from tests.fsdp.trial import Case
-from tests.support.mutants import Slip, slips
+from tests.support.mutants import slips
 
 COUNTED = 2
 """Steps of trainings whose traffic and memory are judged; those of others are more."""
@@ -42,16 +40,6 @@ def case_of(words: str) -> Case:
     given = {key: ast.literal_eval(value) for key, value in (each.split("=") for each in more)}
     usual = {"steps": COUNTED} if words.startswith("counted") else {"optimizer": "sgd", "steps": 3}
     return Case(**{"engine": "native", "strategy": first, "world_size": 2} | usual | given)
-
-
-def slipped(slip: Slip) -> Callable[[], Any]:
-    @contextmanager
-    def patch() -> Any:
-        with pytest.MonkeyPatch.context() as monkeypatch:
-            slip.put(monkeypatch)
-            yield
-
-    return patch
 
 
 _init, _prefetch, _refill = FlatStep.__init__, GatherPipeline._prefetch, BucketMemory.refill
@@ -243,5 +231,5 @@ SLIPS = slips(
 )
 MUTANTS = {
     **{name: Mutant(breaks, patch, found, case_of(words)) for name, (breaks, patch, found, words) in PATCHES.items()},
-    **{name: Mutant(slip.breaks, slipped(slip), found, case_of(words)) for name, (slip, found, words) in SLIPS.items()},
+    **{name: Mutant(slip.breaks, slip.patched, found, case_of(words)) for name, (slip, found, words) in SLIPS.items()},
 }

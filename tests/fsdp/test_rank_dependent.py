@@ -286,13 +286,6 @@ def no_turn_of_the_root() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def slipped(slip: Slip) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        slip.put(monkeypatch)
-        yield
-
-
 WEIGHTS_FIRST = Slip(
     BackwardHooks, "_root_post_backward", "self._task = None", "self._task = None\n    self.gather.post_backward()"
 )
@@ -305,7 +298,7 @@ APART: dict[str, tuple[str, str, Callable[[], Any]]] = {
     "weights before reductions": (
         "A backward ends with waiting for others to take weights, before it reduces what it did not use",
         "nothing shared, k=1",
-        lambda: slipped(WEIGHTS_FIRST),
+        WEIGHTS_FIRST.patched,
     ),
 }
 
@@ -351,7 +344,7 @@ MUTANTS = slips(
 def broken(rank: int) -> dict[str, str]:
     said = {}
     for mutant, (slip, habit, _) in MUTANTS.items():
-        with slipped(slip):
+        with slip.patched():
             try:
                 gradients(rank, habit, ZERO3, MUTANT_LIMIT_S, prefetch=0)
             except RuntimeError as error:

@@ -15,14 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from harness.fsdp import MixedPrecisionPolicy, ShardedModel, fully_shard
-from harness.fsdp.runtime.gather import GatherPipeline
-from harness.fsdp.runtime.weights import Weights
-from harness.fsdp.storage import edits
 from harness.fsdp.storage.at_rest import ShardedParameters
 from harness.fsdp.storage.param_group import ParamGroup
 from harness.fsdp.storage.parameter_access import ParameterViews
 from harness.shm.transfer import Transport
-from tests.fsdp.checked import RANKS, ZERO3, Mutant, each_holds, each_is_found, patched, said
+from tests.fsdp.checked import RANKS, ZERO3, Mutant, each_holds, each_is_found, of_slips, patched, said
 from tests.fsdp.pairs import PAIRS, STRATEGIES, arguments_of
 from tests.support.spawn import run_ranks
 
@@ -358,25 +355,33 @@ def test_edits_count_under_every_pair_of_strategies() -> None:
 # -- mutants -----------------------------------------------------------------------------------------------------------
 
 
-def takes_all(bucket: ParamGroup, differing: list[Tensor]) -> None:
-    for seen, main in zip(edits._own_compute_weights(bucket) if differing else [], bucket.main_shards, strict=False):
-        main.detach().copy_(seen)
-
-
-MUTANTS = {
-    "edits dropped": Mutant(
-        "What is edited inside unsharded() is dropped with the gathered weights",
-        patched(Weights, "_take_edits", lambda self, buckets: False),
-        "edited fp32",
-    ),
-    "low bits lost": Mutant(
-        "Main weights become what the narrow compute weights say, edited or not",
-        patched(edits, "take_over", takes_all),
-        "edited bf16",
-    ),
-    "counted edits only": Mutant(
-        "Only edits that torch counts are looked for", patched(edits, "differing", lambda bucket: []), "edited fp32"
-    ),
+MUTANTS = of_slips(
+    """
+    edits dropped: What is edited inside unsharded() is dropped with the gathered weights
+        fsdp.runtime.weights.Weights._take_edits: edits.take_over(bucket, places) => pass
+        edited fp32
+    low bits lost: Main weights become what the narrow compute weights say, edited or not
+        fsdp.storage.edits.take_over: torch.where(places, seen.to(main.dtype), main.detach()) => seen
+        edited bf16
+    counted edits only: Only edits that torch counts are looked for
+        fsdp.storage.edits.differing: if bucket.computes_with_main_weights: => if True:
+        edited fp32
+    not installed: What ranks have edited stays what each has made of its copy
+        fsdp.runtime.weights.Weights.unsharded: self.install() => pass
+        of_owners
+        optim
+    readers forgotten: Weights are edited while other ranks still read them where they are
+        fsdp.runtime.gather.GatherPipeline.wait_for_peers: group.settle() => pass
+        in_turn
+        optim
+    lost after a forward: The next forward overwrites edits of weights that stayed unsharded
+        fsdp.storage.edits.refuse_lost: if edited: => if False:
+        after a forward
+    all units: unsharded() of a part makes the whole model whole
+        fsdp.runtime.weights.Weights._units_of: if wanted is None: => if True:
+        in_parts
+    """
+) | {
     "counters unread": Mutant(
         "Edits of main weights that are computed with are not looked for",
         patched(ParameterViews, "edited", lambda self: []),
@@ -389,33 +394,11 @@ MUTANTS = {
         "of_owners",
         "optim",
     ),
-    "not installed": Mutant(
-        "What ranks have edited stays what each has made of its copy",
-        patched(Weights, "install", lambda self: None),
-        "of_owners",
-        "optim",
-    ),
-    "readers forgotten": Mutant(
-        "Weights are edited while other ranks still read them where they are",
-        patched(GatherPipeline, "wait_for_peers", lambda self: None),
-        "in_turn",
-        "optim",
-    ),
     "edits uncounted": Mutant(
         "Edits of sharded parameters do not reach compute weights that are kept",
         patched(ParamGroup, "is_stale", False),
         "outside",
         "optim",
-    ),
-    "lost after a forward": Mutant(
-        "The next forward overwrites edits of weights that stayed unsharded",
-        patched(edits, "refuse_lost", lambda bucket: None),
-        "after a forward",
-    ),
-    "all units": Mutant(
-        "unsharded() of a part makes the whole model whole",
-        patched(Weights, "_units_of", lambda self, wanted: list(self.units)),
-        "in_parts",
     ),
 }
 

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -27,7 +26,7 @@ from tests.streams.cases import APART, LOADING, READING, Case
 from tests.streams.programs import run
 from tests.streams.races import races_of
 from tests.support.covering import once
-from tests.support.mutants import Slip, each, slips
+from tests.support.mutants import each, slips
 from tests.support.spawn import run_ranks
 
 ZERO1, ZERO2, ZERO3 = (Case(name) for name in ("optim", "optim_grads", "optim_grads_params"))
@@ -46,13 +45,6 @@ class Fault:
     case: Case
     buffer: str
     between: tuple[str, str] = ("", "")
-
-
-@contextmanager
-def slipped(slip: Slip) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        slip.put(monkeypatch)
-        yield
 
 
 def instead(of: Any, name: str, wrong: Callable[..., Any]) -> Callable[[], AbstractContextManager[Any]]:
@@ -321,7 +313,7 @@ SLIPS = slips(
     """
 )
 FAULTS = PATCHED | {
-    name: Fault(slip.breaks, partial(slipped, slip), CASES[case], buffer, tuple(between.split(" ; ")))
+    name: Fault(slip.breaks, slip.patched, CASES[case], buffer, tuple(between.split(" ; ")))
     for name, (slip, case, buffer, between) in SLIPS.items()
 }
 

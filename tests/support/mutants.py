@@ -12,7 +12,8 @@ import pydoc
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -88,6 +89,13 @@ class Slip(NamedTuple):
         for owner in (self.owner, *theirs):
             if vars(owner).get(self.name) is found:
                 monkeypatch.setattr(owner, self.name, made)
+
+    @contextmanager
+    def patched(self) -> Iterator[None]:
+        """Have it in place for the body."""
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            self.put(monkeypatch)
+            yield
 
 
 def slips(*given: Any) -> dict[str, Any]:
