@@ -102,8 +102,8 @@ class GatherPipeline:
                 self._start_unshard(unit)
             if unit in self._on_way:
                 self._wait_for_unshard(unit)
-                if unit is not keep and not unit.is_root:
-                    self._reshard(unit)
+                if unit is not keep:
+                    self.reshard(unit)
             self._passed = place + 1
 
     def _prefetch(self) -> None:
@@ -197,16 +197,13 @@ class GatherPipeline:
         """A unit's forward has ended, and nothing can tell when its backward begins: it stays whole until that ends."""
         self._kept.add(unit)
 
-    def reshard(self, unit: Unit, *, kept_too: bool = True) -> None:
+    def reshard(self, unit: Unit, *, kept_too: bool = True, root_too: bool = False) -> None:
         """Drop a unit's whole weights, each rank keeping its part; the root's stay until the backward ends.
 
         kept_too: also where its backward needs them as they are.
         """
-        if unit in self._whole and not unit.is_root and (kept_too or unit not in self._kept):
-            self._reshard(unit)
-
-    def _reshard(self, unit: Unit) -> None:
-        if unit in self._held:
+        stays = unit in self._held or (unit in self._kept and not kept_too) or (unit.is_root and not root_too)
+        if stays or unit not in self._whole:
             return
         self._kept.discard(unit)
         self._whole.discard(unit)
@@ -219,8 +216,7 @@ class GatherPipeline:
         for unit in [each for each in self.order if kept_too or each not in self._kept]:
             if unit in self._on_way:
                 self._wait_for_unshard(unit)
-            if unit in self._whole:
-                self._reshard(unit)
+            self.reshard(unit, root_too=True)
         self.wait_for_peers()
 
     def wait_for_readers(self) -> None:
@@ -269,5 +265,4 @@ class GatherPipeline:
         for unit in units:
             self._held.discard(unit)
             unit.is_held = False
-            if unit in self._whole and unit not in self._kept:
-                self._reshard(unit)
+            self.reshard(unit, kept_too=False, root_too=True)
