@@ -68,9 +68,9 @@ class Part(NamedTuple):
         """All chunks as one view: flat where they lie one after another, else [ranks, length of each]."""
         if (covers := self.cut.covers) is not None:
             return self.tensor[covers[0] : covers[1]]
-        (first, _), (second, _), *_ = self.cut.spans  # of one length where they lie apart
-        begin = self.tensor.storage_offset() + first
-        return self.tensor.as_strided((len(self.cut.spans), self.cut.longest), (second - first, 1), begin)
+        spans = self.cut.spans  # of one length where they lie apart
+        size, spacing = (len(spans), self.cut.longest), spans[1][0] - spans[0][0]
+        return self.tensor.as_strided(size, (spacing, 1), self.tensor.storage_offset() + spans[0][0])
 
     def by_rank(self) -> list[Tensor]:
         if (covers := self.cut.covers) is None:
