@@ -240,7 +240,7 @@ def bind(engine: Engine, optimizer: torch.optim.Optimizer, *, steps_unused: bool
             engine.step.check(Call.update)
         engine.gradients.finish()
         engine.step.update(installs=install_optimized_model_weights)
-        engine.weights.before_update()
+        engine.weights.before_edit()
 
     flat.before.append(before)
     zero_grad = optimizer.zero_grad

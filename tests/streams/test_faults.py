@@ -291,7 +291,7 @@ SLIPS = slips(
         main weights of .*/bfloat16
         copy_ .*stream other ; copy_ .*stream host
     updated beside a copy: An optimizer updates main weights on the host that a device still copies for an evaluation
-        fsdp.runtime.weights.Weights.before_update: self._wait_for_device() => pass
+        fsdp.runtime.weights.Weights.before_edit: self._wait_for_device() => pass
         apart
         main weights of .*/bfloat16
         copy_ .*stream other ; adam.*stream host|stream host

@@ -128,16 +128,12 @@ class Weights:
                     edits.refuse_lost(bucket)
 
     def before_edit(self) -> None:
-        """Called before main weights are written outside a step."""
-        self.wait()
-        self.before_update()
-
-    def before_update(self) -> None:
-        """Called before an optimizer writes main weights.
+        """Called before an optimizer, or the program, writes main weights.
 
         A forward may have run since the backward, and other ranks may still be in it. The device may still copy
         offloaded weights of the step before.
         """
+        self.wait()
         self.gather.wait_for_readers()
         self._wait_for_device()
 
