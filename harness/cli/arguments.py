@@ -65,7 +65,6 @@ def read_arguments(argv: Sequence[str], implied: Sequence[str] = ()) -> Argument
     _consistent(parsed)
     if parsed.config_dir:
         catalog.choose_own_folder(parsed.config_dir)
-        flags = _without_folder(flags)
     asked = None
     about_hydra = bool(parsed.shell_completion or parsed.hydra_help or parsed.help or parsed.info)
     if not about_hydra:
@@ -98,16 +97,6 @@ def _without(argv: list[str], overrides: list[str]) -> list[str]:
     return left
 
 
-def _without_folder(flags: list[str]) -> list[str]:
-    left, words = [], iter(flags)
-    for word in words:
-        if word in ("--config-dir", "-cd"):
-            next(words)
-        elif not word.startswith(("--config-dir=", "-cd")):
-            left.append(word)
-    return left
-
-
 _COMPLETION = re.compile(r"(install|uninstall|query)=(bash|zsh|fish)")
 
 
@@ -120,15 +109,9 @@ def _consistent(parsed: argparse.Namespace) -> None:
     if parsed.multirun and parsed.cfg:
         problem = "shows one configuration, and -m asks for many"
         raise refuse("--cfg", problem, fix="drop -m, or use launch.dry_run=true")
-    if parsed.resolve and not parsed.cfg:
-        raise refuse("--resolve", "goes with --cfg, which it fills in", fix="--cfg job --resolve, or leave it out")
-    if parsed.package and not parsed.cfg:
-        problem = "names a part of what --cfg shows, and there is no --cfg"
-        raise refuse(f"--package {parsed.package}", problem, fix="--cfg job --package train, or leave it out")
-    known = ("_global_", "hydra", *settings())
-    if parsed.package and parsed.cfg != "hydra" and not any(f"{p}.".startswith(f"{parsed.package}.") for p in known):
-        parts = ", ".join(sorted({path.partition(".")[0] for path in settings()}))
-        raise refuse(f"--package {parsed.package}", "is no part of a configuration", choices=parts)
+    if (parsed.resolve or parsed.package) and not parsed.cfg:
+        flag = "--resolve" if parsed.resolve else "--package"
+        raise refuse(flag, "goes with --cfg", fix=f"--cfg job {flag} ..., or leave it out")
     if parsed.frozen and (parsed.multirun or parsed.cfg):
         fix = f"drop -m and --cfg; `{commands.verb('show RUN')}` prints it"
         raise refuse("--from", "runs one frozen cell again", fix=fix)

@@ -1,22 +1,18 @@
-"""Completion of shells: verbs, their options, studies, runs; groups, options and settings after run.py.
+"""Completion of bash: verbs, and names of studies and runs.
 
-`completion bash` prints a shell function, which calls `completion bash --line LINE`. A word with `=` is one word here
-and three for bash; its function compensates. Without candidates it offers files.
+`completion bash` prints a shell function, which calls `completion bash --line LINE`; else files are offered.
 """
 
 from __future__ import annotations
 
 import itertools
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 
 from harness.cli.main import Verb, parser_of
-from harness.config.catalog import load_catalog
-from harness.config.doc import settings
 from harness.store import commands
 from harness.store.rundir import Store
 
-REQUEST_FLAGS = ("-m", "--cfg", "--from", "--help", "--resolve", "--package", "--config-dir")
 BASH = r"""_harness_completion() {
     local line="${COMP_LINE:0:COMP_POINT}" ask
     local words=($line) word="${line##*[[:space:]]}"
@@ -26,10 +22,6 @@ BASH = r"""_harness_completion() {
            ask=("${words[0]}" -m harness) ;;
     esac
     COMPREPLY=($(compgen -W "$("${ask[@]}" completion bash --line "$line" 2>/dev/null)" -- "$word"))
-    if [[ ${#COMPREPLY[@]} == 1 && "${COMPREPLY[0]}" == *[=/] ]]; then compopt -o nospace 2>/dev/null; fi
-    if [[ "$COMP_WORDBREAKS" == *=* && "$word" == *=* ]]; then  # bash replaces what stands behind the last "=" alone
-        COMPREPLY=("${COMPREPLY[@]#"${word%"${word##*=}"}"}")
-    fi
 }
 complete -o default -F _harness_completion harness python python3"""
 
@@ -41,75 +33,26 @@ def install() -> str:
 def candidates(line: str, verbs: Sequence[Verb]) -> list[str]:
     words = line.split()
     typed = words.pop() if words and not line[-1:].isspace() else ""
-    program = _after_program(words)
-    if program is None:
-        return []
-    kind, rest = program
-    if kind == "verb" and rest[:1] == ["run"]:
-        kind, rest = "request", rest[1:]
-    found = _request(rest, typed) if kind == "request" else _verb(rest, typed, verbs)
+    rest = words[3 if words[1:3] == ["-m", "harness"] else 1 :]
+    if words[-1:] == ["--from"]:
+        found = _named("RUN", words)
+    elif not rest:
+        found = [*(verb.name for verb in verbs), "run"]
+    else:
+        verb = next((each for each in verbs if each.name == rest[0]), None)
+        actions = parser_of(verb)._actions if verb is not None else []
+        asked = [action for action in actions if not action.option_strings]
+        found = [name for action in asked for name in action.choices or _named(str(action.metavar or ""), words)]
     return sorted(each for each in set(found) if each.startswith(typed))
 
 
-def _after_program(words: list[str]) -> tuple[str, list[str]] | None:
-    if words[:1] and words[0].rpartition("/")[2] == "harness":
-        return "verb", words[1:]
-    if words[1:3] == ["-m", "harness"]:
-        return "verb", words[3:]
-    if words[1:] and words[1].rpartition("/")[2] == "run.py":
-        return "request", words[2:]
-    return None
-
-
-def _request(words: list[str], typed: str) -> Iterator[str]:
-    key, equals, values = typed.partition("=")
-    if words[-1:] == ["--from"]:
-        yield from _runs(Store(_root(words)))
-        return
-    if key == "ckpt.load" and equals:
-        yield from (f"{key}={run}" for run in _runs(Store(_root(words))))
-        return
-    if not equals:
-        yield from REQUEST_FLAGS
-        yield from (f"{name}=" for name in (*load_catalog(), *settings()))
-        return
-    before = values[: values.rfind(",") + 1]  # `-m sharding=optim,...`: one more value
-    taken = set(before.split(","))
-    declared = settings().get(key)
-    options = load_catalog().get(key) or (declared.choices if declared else ())
-    yield from (f"{key}={before}{each}" for each in options if each not in taken)
-
-
-def _verb(words: list[str], typed: str, verbs: Sequence[Verb]) -> Iterable[str]:
-    if not words:
-        return [*(verb.name for verb in verbs), "run"]
-    verb = next((each for each in verbs if each.name == words[0]), None)
-    if verb is None:
-        return []
-    actions = parser_of(verb)._actions
-    if typed.startswith("-"):
-        return [option for action in actions for option in action.option_strings]
-    store = Store(_root(words))
-    found: list[str] = []
-    for action in actions:
-        if not action.option_strings:
-            found += action.choices or _named(str(action.metavar or ""), store)
-    return found
-
-
-def _root(words: list[str]) -> str:
+def _named(metavar: str, words: list[str]) -> list[str]:
     joined = (word.partition("=")[2] for word in words if word.startswith(("--root=", "launch.root=")))
     apart = (after for word, after in itertools.pairwise(words) if word == "--root")
-    return next(itertools.chain(joined, apart), "runs")
-
-
-def _named(metavar: str, store: Store) -> list[str]:
+    store = Store(next(itertools.chain(joined, apart), "runs"))
     studies = list(store.studies()) if "STUDY" in metavar else []
-    return [*studies, *(_runs(store) if "RUN" in metavar else [])]
-
-
-def _runs(store: Store) -> list[str]:
-    return ["@last", *(run.digits or run.name for run in store.runs(None))]
+    runs = ["@last", *(run.digits or run.name for run in store.runs(None))] if "RUN" in metavar else []
+    return [*studies, *runs]
 
 
 def completion_arguments(parser: ArgumentParser) -> None:

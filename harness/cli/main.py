@@ -20,7 +20,7 @@ from harness.config.catalog import load_catalog
 from harness.config.doc import groups
 from harness.config.errors import refuse
 from harness.config.hints import nearest
-from harness.store import commands, screen
+from harness.store import commands
 from harness.store.commands import page
 from harness.store.provenance import versions
 
@@ -117,38 +117,18 @@ def version() -> str:
 
 
 def request_help() -> str:
-    options = load_catalog()
-    names = sorted(options)
-    sentences = groups()
     typed = {commands.request(words): about for words, about in REQUESTS.items()}
     typed[commands.verb("--help")] = "verdicts, costs, how runs fare"
-    room = min(WIDTH, screen.width())
-    head = [
-        "Train one cell, or a set of them.",
-        "",
-        *_commands(typed, room),
-        "",
-        *textwrap.wrap(
-            f"{page('quickstart.md')} takes five minutes; {page('configuration.md')} has every setting.", room
-        ),
-        "",
-        "Groups and their options:",
-        "",
-    ]
-    return "\n".join([*head, *(line for name in names for line in _group(name, options[name], sentences, room))])
-
-
-def _commands(typed: Mapping[str, str], room: int) -> list[str]:
-    size = max(map(len, typed))
-    if size + 2 + max(map(len, typed.values())) <= room:
-        return [f"{command:<{size}}  {about}" for command, about in typed.items()]
-    return [line for command, about in typed.items() for line in (command, f"    {about}")]
-
-
-def _group(name: str, options: Sequence[str], sentences: Mapping[str, str], room: int) -> list[str]:
-    about = sentences.get(name, "").partition(";")[0].rstrip(".")
-    head = textwrap.wrap(f"{name}  {about}", room, subsequent_indent="    ")
-    return [*head, *textwrap.wrap(", ".join(options), room, initial_indent="    ", subsequent_indent="    ")]
+    size, sentences = max(map(len, typed)), groups()
+    lines = ["Train one cell, or a set of them.", ""]
+    lines += [f"{command:<{size}}  {about}" for command, about in typed.items()]
+    lines += ["", f"{page('quickstart.md')} takes five minutes; {page('configuration.md')} has every setting."]
+    lines += ["", "Groups and their options:", ""]
+    for name, options in sorted(load_catalog().items()):
+        about = sentences.get(name, "").partition(";")[0].rstrip(".")
+        lines += textwrap.wrap(f"{name}  {about}", WIDTH, subsequent_indent="    ")
+        lines += textwrap.wrap(", ".join(options), WIDTH, initial_indent="    ", subsequent_indent="    ")
+    return "\n".join(lines)
 
 
 def verbs_help(program: str, kinds: Mapping[str, Sequence[Verb]]) -> str:
@@ -157,18 +137,9 @@ def verbs_help(program: str, kinds: Mapping[str, Sequence[Verb]]) -> str:
     Args: program: words before a verb. kinds: verbs by purpose.
     """
     size = max(len(verb.name) for verbs in kinds.values() for verb in verbs)
-    room = min(WIDTH, screen.width())
-    first = f"{program} VERB ...; with --help after it, the arguments of a verb"
-    lines = textwrap.wrap(first, room, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+    lines = [f"{program} VERB ...; with --help after it, the arguments of a verb"]
     for kind, verbs in kinds.items():
-        lines += ["", f"{kind}:"]
-        for verb in verbs:
-            lines += textwrap.wrap(
-                f"  {verb.name:<{size}}  {verb.summary}",
-                room,
-                subsequent_indent=" " * (size + 4),
-                break_on_hyphens=False,
-            )
+        lines += ["", f"{kind}:", *(f"  {verb.name:<{size}}  {verb.summary}" for verb in verbs)]
     return "\n".join(lines)
 
 
