@@ -1,4 +1,4 @@
-"""A real SLURM of several nodes on this one machine, on loopback, without root or systemd; with accounting if asked.
+"""A real SLURM of several nodes on this one machine, on loopback, without root or systemd.
 
     python -m tests.slurm.cluster start DIR     prints the SLURM_CONF to export;  stop DIR   ends what start has started
 
@@ -23,10 +23,8 @@ from pathlib import Path
 
 import psutil
 
-from tests.slurm import accounting
 from tests.support.needs import path_of
 
-NO_ACCOUNTING = "AccountingStorageType=accounting_storage/none"
 NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "squeue", "scontrol", "scancel", "sinfo")
 """Programs of Debian's munge, slurmctld, slurmd and slurm-client."""
 
@@ -50,7 +48,7 @@ TaskPlugin=task/none
 MpiDefault=none
 SwitchType=switch/none
 JobAcctGatherType=jobacct_gather/none
-{accounting}
+AccountingStorageType=accounting_storage/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 SlurmdParameters=config_overrides
@@ -165,17 +163,15 @@ def _of_node(name: str, folder: Path) -> Iterator[psutil.Process]:
 
 
 @contextlib.contextmanager
-def running(
-    folder: Path, *, nodes: int = 2, cpus: int = 2, more: str = "", with_accounting: bool = False
-) -> Iterator[Cluster]:
+def running(folder: Path, *, nodes: int = 2, cpus: int = 2, more: str = "") -> Iterator[Cluster]:
     """A cluster for the time of the block."""
     try:
-        yield start(folder, nodes=nodes, cpus=cpus, more=more, with_accounting=with_accounting)
+        yield start(folder, nodes=nodes, cpus=cpus, more=more)
     finally:
         stop(folder)
 
 
-def start(folder: Path, *, nodes: int = 2, cpus: int = 2, more: str = "", with_accounting: bool = False) -> Cluster:
+def start(folder: Path, *, nodes: int = 2, cpus: int = 2, more: str = "") -> Cluster:
     """Start munged, slurmctld and one slurmd a node, and wait until all nodes are idle.
 
     Args:
@@ -183,7 +179,6 @@ def start(folder: Path, *, nodes: int = 2, cpus: int = 2, more: str = "", with_a
         nodes: how many machines SLURM believes in.
         cpus: processors of each.
         more: further lines of slurm.conf.
-        with_accounting: start slurmdbd and its database too.
 
     Raises:
         RuntimeError: they are not within 30 seconds; the message holds the daemons' logs.
@@ -191,12 +186,8 @@ def start(folder: Path, *, nodes: int = 2, cpus: int = 2, more: str = "", with_a
     folder.mkdir(parents=True, exist_ok=True)
     folder.chmod(0o755)
     cluster = Cluster(folder, tuple(f"n{number + 1}" for number in range(nodes)))
-    dbd, database = _free_ports(2)
-    kept = accounting.SLURM_LINES.format(port=dbd, folder=folder) if with_accounting else NO_ACCOUNTING
-    _configure(cluster, cpus, more, kept)
+    _configure(cluster, cpus, more)
     _munge(folder)
-    if with_accounting:
-        accounting.start(folder, dbd, database, cluster.environment)
     _daemon(cluster, "slurmctld", "-c", "-f", str(folder / "slurm.conf"))
     for name in cluster.nodes:
         (folder / f"spool-{name}").mkdir(exist_ok=True)
@@ -209,10 +200,10 @@ def start(folder: Path, *, nodes: int = 2, cpus: int = 2, more: str = "", with_a
     return cluster
 
 
-def _configure(cluster: Cluster, cpus: int, more: str, kept: str) -> None:
+def _configure(cluster: Cluster, cpus: int, more: str) -> None:
     host = socket.gethostname().partition(".")[0]
     ports = _free_ports(len(cluster.nodes) + 1)
-    text = SLURM_CONF.format(host=host, port=ports[0], user=getpass.getuser(), folder=cluster.folder, accounting=kept)
+    text = SLURM_CONF.format(host=host, port=ports[0], user=getpass.getuser(), folder=cluster.folder)
     for name, port in zip(cluster.nodes, ports[1:], strict=True):
         text += (
             f"NodeName={name} NodeAddr=127.0.0.1 NodeHostname={host} Port={port} CPUs={cpus} Sockets=1 "
@@ -224,7 +215,7 @@ def _configure(cluster: Cluster, cpus: int, more: str, kept: str) -> None:
 
 
 def _free_ports(count: int) -> list[int]:
-    """Of those that no system gives to a client: some of ours are bound only once a database has been made."""
+    """Of those that no system gives to a client."""
     found: list[int] = []
     while len(found) < count:
         port = random.randrange(10_000, 32_000)
@@ -269,7 +260,6 @@ def stop(folder: Path) -> None:
             if _lives(pid):
                 os.kill(pid, signal.SIGKILL)
         path.unlink(missing_ok=True)
-    accounting.stop(folder)
 
 
 def _lives(pid: int) -> bool:

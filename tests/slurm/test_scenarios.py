@@ -6,7 +6,6 @@ what it wants. So it is never over too soon, however slow or fast the machine, a
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import shutil
@@ -28,7 +27,7 @@ from harness.store.metrics import read_metrics
 from harness.store.rundir import RunDir, Store
 from harness.store.status import State
 from tests.architecture.places import Copy
-from tests.slurm import accounting, test_study
+from tests.slurm import test_study
 from tests.slurm.cluster import NEEDED, Cluster, running
 from tests.slurm.test_study import REPOSITORY, REQUEST, final_weights, job, numbers, state
 from tests.support.needs import skip_without
@@ -60,20 +59,14 @@ class Gate(Callback):
             time.sleep(0.5)
 """
 
-ACCOUNTING = pytest.mark.parametrize("cluster", ["with accounting"], indirect=True)
-EITHER = pytest.mark.parametrize("cluster", ["with accounting", "without accounting"], indirect=True)
-"""sacct is asked of jobs that have ended while `status.json` says otherwise: tests of such ends run on both clusters.
-How a job waits, runs and is put back is asked of squeue on either."""
-
 
 @pytest.fixture(scope="module")
-def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
+def cluster() -> Iterator[Cluster]:
     """Three nodes of six processors, and partitions that take nodes from one another."""
-    with_accounting = request.param == "with accounting"
-    skip_without(*NEEDED, *(accounting.NEEDED if with_accounting else ()))
+    skip_without(*NEEDED)
     folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
     try:
-        with running(folder, nodes=3, cpus=6, more=MORE, with_accounting=with_accounting) as made:
+        with running(folder, nodes=3, cpus=6, more=MORE) as made:
             yield made
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -175,7 +168,6 @@ def same_as_undisturbed(cluster: Cluster, root: Path, run: RunDir, baselines: li
     assert final_weights(run) == final_weights(baseline)
 
 
-@EITHER
 def test_edits_while_it_waits_change_nothing(cluster: Cluster, tmp_path: Path) -> None:
     """Broken code and a broken conf/, saved between sbatch and the job's start."""
     (tmp_path / "checkout").mkdir()
@@ -192,7 +184,6 @@ def test_edits_while_it_waits_change_nothing(cluster: Cluster, tmp_path: Path) -
     assert effective(run) is State.done, reason(run)
 
 
-@ACCOUNTING
 def test_a_node_dies_under_a_run_which_goes_on_elsewhere(
     cluster: Cluster, tmp_path: Path, gate: Gate, undisturbed: list[RunDir]
 ) -> None:
@@ -210,19 +201,6 @@ def test_a_node_dies_under_a_run_which_goes_on_elsewhere(
     assert f"#SBATCH --exclude={name}" in next(tmp_path.glob("adhoc/*-r8-*/attempts/0/submit.sh")).read_text()
 
 
-@ACCOUNTING
-def test_a_drained_node_lets_its_run_end_and_takes_no_other(cluster: Cluster, tmp_path: Path, gate: Gate) -> None:
-    run = one(tmp_path)
-    until(cluster, lambda: step_of(run) >= 2, PATIENCE_S)
-    name = node_of(cluster, job(run))
-    cluster.ask("scontrol", "update", f"nodename={name}", "state=drain", "reason=test")
-    other = one(tmp_path, "train.replicate=1")
-    gate.open()
-    until(cluster, lambda: {effective(run), effective(other)} == {State.done}, PATIENCE_S)
-    assert name not in json.loads(other.provenance.read_text())["environment"]["SLURM_JOB_NODELIST"]
-
-
-@ACCOUNTING
 def test_a_higher_partition_takes_its_node(
     cluster: Cluster, tmp_path: Path, gate: Gate, undisturbed: list[RunDir]
 ) -> None:
@@ -244,7 +222,6 @@ def test_a_higher_partition_takes_its_node(
     same_as_undisturbed(cluster, tmp_path, run, undisturbed)
 
 
-@ACCOUNTING
 def test_the_time_limit_comes(cluster: Cluster, tmp_path: Path) -> None:
     """Every element saves, is put back and waits, the last one too; SLURM's shortest limit is a minute.
 
@@ -279,7 +256,6 @@ class Hang(Callback):
 """
 
 
-@EITHER
 def test_a_run_that_cannot_save_in_time_is_failed_by_the_limit(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -297,7 +273,6 @@ def test_a_run_that_cannot_save_in_time_is_failed_by_the_limit(
     assert step_of(run) <= 2
 
 
-@EITHER
 def test_a_rank_that_is_killed_spoils_no_other_cell(cluster: Cluster, tmp_path: Path, gate: Gate) -> None:
     asked = request(tmp_path, "-m", "train.replicate=0,1")
     assert asked.returncode == 0, asked.stderr
@@ -311,7 +286,6 @@ def test_a_rank_that_is_killed_spoils_no_other_cell(cluster: Cluster, tmp_path: 
     until(cluster, lambda: effective(other) is State.done, PATIENCE_S)
 
 
-@ACCOUNTING
 def test_a_submitter_killed_at_any_moment_loses_and_doubles_nothing(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -354,7 +328,6 @@ def test_a_submitter_killed_at_any_moment_loses_and_doubles_nothing(
     until(cluster, lambda: Counter(effective(run) for run in runs) == {State.done: 6}, PATIENCE_S)
 
 
-@EITHER
 def test_whichever_command_exists_tells_how_it_ended(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -363,17 +336,15 @@ def test_whichever_command_exists_tells_how_it_ended(
     cluster.ask("scancel", job(run))
     present = run.status()
     assert present is not None
-    answers = ["squeue", "scontrol", *(["sacct"] if "slurmdbd" in (cluster.folder / "slurm.conf").read_text() else [])]
-    for name in answers:
+    for name in ("squeue", "scontrol"):
         only = tmp_path / f"only {name}"
         only.mkdir()
         (only / name).symlink_to(str(shutil.which(name, path=os.defpath)))
         with monkeypatch.context() as patch:
             patch.setenv("PATH", str(only))
-            deadline = time.monotonic() + 30  # accounting lags behind
-            while (found := Scheduler()(present)) is None or found[0] is not State.cancelled:
-                assert time.monotonic() < deadline, (name, found)
-                time.sleep(0.5)
+            found = Scheduler()(present)
+            assert found is not None, name
+            assert found[0] is State.cancelled
 
 
 def ranks_of(run: RunDir) -> list[psutil.Process]:
