@@ -125,16 +125,16 @@ def abandon() -> None:
         dist.destroy_process_group()
 
 
-def leave(ranks: Ranks, met_in: Path | None) -> None:
+def leave(ranks: Ranks, met_in: Path) -> None:
     """Leave the default group after a barrier, so that no rank takes another's end for a fault. Collective over all
     ranks.
 
-    met_in: file of their rendezvous, which rank 0 removes; None if a launcher does.
+    met_in: file of their rendezvous, which rank 0 removes.
     """
     if ranks.world_size > 1:
         dist.barrier()
     dist.destroy_process_group()
-    if met_in is not None and ranks.rank == 0:
+    if ranks.rank == 0:
         met_in.unlink(missing_ok=True)
 
 

@@ -77,12 +77,11 @@ def _run(run: RunDir, place: RankPlace, reporter: Reporter, stop: StopFlag) -> i
         planned = _planned(config, reporter) if place.rank == 0 else None
         ranks = connect.join(config, place, reporter.folder, device)
         reporter.alive()
-        _say_what_has_no_effect(config, place, reporter)
         try:
             outcome = _train(run, config, ranks, stop, reporter, planned)
             # Before the last meeting: a rank that exits 75 early would have srun kill rank 0 while it requeues.
             code = _finish(run, place, reporter, stop, outcome)
-            connect.leave(ranks, None if place.watched else rendezvous_file(reporter.folder, place.start))
+            connect.leave(ranks, rendezvous_file(reporter.folder, place.start))
         finally:
             if place.launcher == "inline":
                 connect.abandon()
@@ -96,16 +95,6 @@ def _check_size(config: Config, place: RankPlace) -> None:
             f"{counted(place.world_size, 'rank')}; "
             f"start {config.mesh.world_size}, or ask for mesh.world_size={place.world_size}"
         )
-
-
-def _say_what_has_no_effect(config: Config, place: RankPlace, reporter: Reporter) -> None:
-    import torch.distributed as dist
-
-    from harness.probe.network import without_effect
-
-    warning = without_effect(config, dist.get_backend())
-    if warning is not None and place.rank == 0:
-        reporter.warn(warning)
 
 
 def _planned(config: Config, reporter: Reporter) -> dict[str, int | None] | None:
@@ -136,10 +125,13 @@ def _train(
     from harness.engines.protocol import engine_class
     from harness.models.workload import workload_for
     from harness.probe.meters import Meters
+    from harness.probe.network import without_effect
     from harness.train import Session, run as train, timed_workload
     from harness.train.faults import build_session
     from harness.worker import origin
 
+    if ranks.rank == 0 and (warning := without_effect(config, dist.get_backend())) is not None:
+        reporter.warn(warning)
     control = dist.new_group(backend="gloo") if ranks.world_size > 1 else None
     resuming = any(run.ckpt.glob("*"))
     origin.record(run.path, ranks, control, resuming=resuming)
