@@ -85,36 +85,28 @@ def test_all_done(start):
     assert not is_held(run.opened.run.path / ".lock")
 
 
-def test_a_rank_that_raises_takes_the_others_down_with_its_traceback_first(start):
-    run = start("stuck|raise|stuck")
+CAUSES = {
+    "stuck|raise|stuck": ("rank 1: KeyError: 'the cause'", "rank 1 failed first:\n\nTraceback"),
+    "echo|echo|raise": ("rank 2: KeyError: 'the cause'", "then rank 0: RuntimeError: [gloo"),
+    "echo|kill": ("rank 1: killed by SIGKILL", "then rank 0: RuntimeError: [gloo"),
+    "stuck|exit7": ("rank 1: exited with code 7", "a last word in the log"),
+}
+"""What ranks do -> the reason, and what the report tells: of a killed one, of one without a traceback its log."""
+
+
+@pytest.mark.parametrize("script", CAUSES)
+def test_a_failing_rank_takes_the_others_down_with_the_cause_first(start, script):
+    run = start(script)
     began = time.monotonic()
     ended = finish(run)
     assert time.monotonic() - began < 16  # on a loaded machine; the others would stay for ever
     assert (ended.state, ended.exit_code) == (State.failed, 1)
-    assert ended.reason == "rank 1: KeyError: 'the cause'"
-    assert ended.report.startswith("rank 1 failed first:\n\nTraceback")
+    assert ended.reason.startswith(CAUSES[script][0])
+    assert CAUSES[script][1] in ended.report
+    assert ended.report.count("Traceback") == ("raise" in script)
     assert (run.opened.run.attempt_dir(0) / "error.txt").read_text() == ended.report
     assert state_of(run).reason == ended.reason
     assert all(not psutil.pid_exists(rank.pid) for rank in run.ranks)
-
-
-def test_the_echo_of_a_dead_peer_never_hides_the_cause(start):
-    ended = finish(start("echo|echo|raise"))
-    assert ended.reason == "rank 2: KeyError: 'the cause'"
-    assert ended.report.index("the cause") < ended.report.index("Connection closed")
-    assert ended.report.count("Traceback") == 1
-
-
-def test_a_killed_rank_is_the_cause_though_it_left_no_word(start):
-    ended = finish(start("echo|kill"))
-    assert ended.reason.startswith("rank 1: killed by SIGKILL")
-    assert "then rank 0: RuntimeError: [gloo" in ended.report
-
-
-def test_a_rank_that_exits_without_a_traceback_shows_its_log(start):
-    ended = finish(start("stuck|exit7"))
-    assert "exited with code 7" in ended.reason
-    assert "a last word in the log" in ended.report
 
 
 def test_children_of_a_rank_go_with_it(start):
@@ -146,15 +138,6 @@ def test_after_the_first_ctrl_c_all_save(start, script):
     assert (ended.state, ended.exit_code) == (State.cancelled, 130)
     assert ended.reason.endswith("; saved at step 1")
     assert state_of(run).state is State.cancelled
-
-
-def test_after_the_second_ctrl_c_it_ends_at_once(start):
-    run = start("sleep|sleep", "launch.stop_grace_s=600")
-    await_files(run, "pid0", "pid1")
-    run.stop(signal.SIGINT)
-    run.cancel("interrupted by Ctrl-C")
-    ended = finish(run, 10)
-    assert (ended.state, ended.reason, ended.exit_code) == (State.cancelled, "interrupted by Ctrl-C; not saved", 130)
 
 
 ENDS = {signal.SIGTERM: 75, signal.SIGHUP: 75, signal.SIGINT: 130}
@@ -210,37 +193,40 @@ def test_a_wrong_end_after_ctrl_c_is_found(start, monkeypatch, name):
         test_after_the_first_ctrl_c_all_save(start, "save|follow")
 
 
-def test_who_does_not_save_in_time_is_killed(start):
-    run = start("save|sleep", "launch.stop_grace_s=1")
-    await_files(run, "pid0", "pid1")
+def stop(run: LocalRun) -> None:
     run.stop(signal.SIGTERM)
-    ended = finish(run, 10)
-    assert ended.state is State.preempted
-    assert "not saved within launch.stop_grace_s=1" in ended.reason
-    assert state_of(run).state is State.preempted
 
 
-def test_asked_twice_it_ends_at_once(start):
-    run = start("sleep|sleep", "launch.stop_grace_s=600")
-    await_files(run, "pid0", "pid1")
-    run.stop(signal.SIGTERM)
-    run.stop(signal.SIGTERM)
-    assert finish(run, 5).exit_code == 75
+def interrupt(run: LocalRun) -> None:
+    run.stop(signal.SIGINT)
 
 
-def test_an_interrupt_does_not_wait(start):
-    run = start("stuck|stuck")
-    await_files(run, "pid0", "pid1")
+def cancel(run: LocalRun) -> None:
     run.cancel("interrupted by Ctrl-C")
-    ended = finish(run, 5)
-    assert (ended.state, ended.exit_code) == (State.cancelled, 130)
 
 
-def test_cancel_on_request_from_anywhere(start):
-    run = start("stuck|stuck")
-    await_files(run, "pid0", "pid1")
+def ask_to_cancel(run: LocalRun) -> None:
     request_cancel(run.opened.run.path, 0)
-    assert finish(run, 5).state is State.cancelled
+
+
+@pytest.mark.parametrize(
+    ("script", "grace_s", "asks", "code", "reason"),
+    [
+        ("save|sleep", 1, [stop], 75, "SIGTERM received; not saved within launch.stop_grace_s=1"),
+        ("sleep|sleep", 600, [stop, stop], 75, "SIGTERM received; not saved"),
+        ("sleep|sleep", 600, [interrupt, cancel], 130, "interrupted by Ctrl-C; not saved"),
+        ("stuck|stuck", 600, [cancel], 130, "interrupted by Ctrl-C"),
+        ("stuck|stuck", 600, [ask_to_cancel], 130, "cancelled on request"),
+    ],
+)
+def test_who_does_not_save_is_killed_in_time_or_at_once(start, script, grace_s, asks, code, reason):
+    run = start(script, f"launch.stop_grace_s={grace_s}")
+    await_files(run, "pid0", "pid1")
+    for ask in asks:
+        ask(run)
+    ended = finish(run, 10)
+    assert (ended.exit_code, ended.reason) == (code, reason)
+    assert state_of(run).state is ended.state
 
 
 def test_a_hang_shows_the_stack_of_every_rank(start):
