@@ -6,7 +6,6 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -152,7 +151,7 @@ def watch(
 
 
 WAIT_S = 5.0
-CODES = {State.done: 0, State.cancelled: 130}
+CODES: Mapping[str, int] = {State.done: 0, State.cancelled: 130}
 
 
 def wait_for(runs: Sequence[RunDir], terminal: Terminal) -> list[int]:
@@ -163,18 +162,11 @@ def wait_for(runs: Sequence[RunDir], terminal: Terminal) -> list[int]:
     shown = ""
     while True:
         jobs = probe()
-        states = [_state(run, jobs) for run in runs]
-        text = _counts(state.value for state in states)
+        states = [row(run, jobs, "").state for run in runs]
+        text = _counts(states)
         if text != shown:
             terminal.line(text)
             shown = text
         if not any(state in MOVING for state in states):
             return [CODES.get(state, 1) for state in states]
         time.sleep(WAIT_S)
-
-
-def _state(run: RunDir, jobs: JobProbe | None) -> State:
-    with suppress(StoreError):
-        if (found := status.effective(run.path, jobs)) is not None:
-            return found.state
-    return State.lost

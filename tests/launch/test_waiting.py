@@ -36,6 +36,6 @@ def test_a_run_that_is_gone_or_damaged_is_not_done(done: list[RunDir]) -> None:
 
 @kills("launching", "gone is done", "A run whose folder is gone counts as done")
 def test_a_run_that_is_gone_counting_as_done_is_found(done: list[RunDir], monkeypatch: pytest.MonkeyPatch) -> None:
-    Slip(watch, "_state", "return State.lost", "return State.done").put(monkeypatch)
+    Slip(watch, "row", 'run.path.parent.name, "damaged"', 'run.path.parent.name, "done"').put(monkeypatch)
     with pytest.raises(AssertionError):
         test_a_run_that_is_gone_or_damaged_is_not_done(done)
