@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import resource
+import shlex
 import shutil
 import subprocess
 import sys
@@ -31,89 +33,63 @@ class BadRequest:
     told: tuple[str, ...]
 
 
-def _bad(words: str | list[str], *told: str) -> BadRequest:
-    return BadRequest(tuple(words.split() if isinstance(words, str) else words), told)
+TABLE = """
+    typo in a group: shardng=optim => shardng; did you mean sharding
+    typo in a key: train.stps=5 => train.stps; train.steps
+    typo in a key's group: trian.steps=5 => trian.steps; did you mean train.steps
+    typo in an option: sharding=optim_grad => sharding=optim_grad; did you mean sharding=optim_grads
+    a key without its group: lr=0.1 => did you mean optimizer.lr?
+    another project's word: sharding=zero3 => did you mean sharding=optim_grads_params?; no_shard, optim
+    typo in an enum: engine.name=natve => engine.name=natve; did you mean engine.name=native?; native, fsdp2, fsdp1
+    engine that is not built: engine=horovod => engine=horovod; ddp, deepspeed, ext, fsdp1
+    wrong type: train.steps=abc => train.steps=abc; a whole number; Number of optimizer updates
+    no value: train.steps= => train.steps=; a whole number
+    a fraction for a count: train.steps=1e3 => train.steps=1000.0; a whole number
+    null for a number: train.steps=null => train.steps=null; a whole number
+    zero steps: train.steps=0 => train.steps=0; 1 to
+    negative batch: train.global_batch_size=-8 => train.global_batch_size=-8; 1 to
+    learning rate nan: optimizer.lr=nan => optimizer.lr=nan; 0 to
+    number beyond 64 bits: train.seed=99999999999999999999 => train.seed=; 0 to 9,223,372,036,854,775,807
+    added setting: +new=1 => +new=1; cannot be added
+    forced typo: ++train.stps=1 => ++train.stps=1; cannot be added
+    removed group: ~engine => ~engine; cannot be removed
+    not key=value: native => 'native'; did you mean engine=native?
+    a setting as a flag: --sharding=optim => --sharding=optim: is no flag; fix:   sharding=optim
+    no such flag: --verbose => --verbose: no such flag; run.py --help
+    empty word: '' => is not key=value
+    given twice: train.steps=5 train.steps=6 => is given 2 times
+    list without -m: sharding=optim,no_shard => run.py -m sharding=optim,no_shard
+    unbalanced quote: data=text "data.path=it's" => cannot be read; data.path=
+    batch not divisible: train.global_batch_size=10 => train.global_batch_size=10; 8, 16, 24
+    heads do not divide: model.num_heads=3 model.num_kv_heads=3 => model.dim=64; multiples of 6
+    sequence too long: data.seq_len=4096 => data.seq_len=4096; model.max_seq_len=2048
+    engine without that strategy: engine=ddp sharding=optim_grads => sharding.strategy=optim_grads; engine=ddp
+    engine without that many ranks: engine=single mesh.world_size=2 => mesh.world_size=2; engine=single
+    engine without that promise: engine=ddp numerics=ordered => numerics.mode=ordered; fast, deterministic
+    engine without that dtype: engine=ddp dtype.main_grads=fp64 => dtype.main_grads=fp64; engine=native
+    hybrid the engine does not run: engine=deepspeed sharding=hsdp mesh=two_by_two => mesh.dp_outer=2; engine=native
+    ext without an adapter: engine=ext => engine.adapter=package.module:Class
+    main weights that cannot hold: dtype.compute=fp16 dtype.main_params=bf16 => cannot hold; fp16, fp64
+    data too short for a batch: data=text data.path={tmp}/short.txt => train.global_batch_size=16
+    root not writable: launch.root=/proc/runs => launch.root=/proc/runs
+    no such device: cluster.device=cuda mesh.world_size=64 => cluster.device=cuda; CUDA devices for 64 ranks
+    no scheduler: cluster=slurm => sbatch; cluster=local
+    two ranks inline: launch.inline=true => launch.inline=true; mesh=one
+    model beyond this machine: model=llama_70b => model=llama_70b; this machine has
+    study without -m: study=parity_pair => run.py -m study=parity_pair
+    unknown study: -m study=parity_par => study=parity_par; did you mean study=parity_pair?
+    unknown run: --from 0123abcd => 0123abcd
+    two bad cells of a sweep: -m engine=ddp,native sharding=optim_grads => =optim_grads; in 1 of 2 cells
+    many at once: train.steps=0 optimizer.lr=-1 data.seq_len=4096 => 3 problems; train.steps=0; lr=-1; 4096
+    disk full at start: launch.root={full}/runs => launch.root=; free
+"""
+"""Kind, words, and parts of the refusal. `{tmp}` is a folder with bad data, `{full}` a disk without room; texts of
+further rules are in tests/config."""
 
-
-REQUESTS: dict[str, BadRequest] = {
-    "typo in a group": _bad("shardng=optim", "shardng", "did you mean sharding"),
-    "typo in a key": _bad("train.stps=5", "train.stps", "train.steps"),
-    "typo in a key's group": _bad("trian.steps=5", "trian.steps", "did you mean train.steps"),
-    "typo in an option": _bad("sharding=optim_grad", "sharding=optim_grad", "did you mean sharding=optim_grads"),
-    "a key without its group": _bad("lr=0.1", "did you mean optimizer.lr?"),
-    "another project's word": _bad("sharding=zero3", "did you mean sharding=optim_grads_params?", "no_shard, optim"),
-    "typo in an enum": _bad(
-        "engine.name=natve", "engine.name=natve", "did you mean engine.name=native?", "native, fsdp2, fsdp1"
-    ),
-    "engine that is not built": _bad("engine=horovod", "engine=horovod", "ddp, deepspeed, ext, fsdp1"),
-    "wrong type": _bad("train.steps=abc", "train.steps=abc", "a whole number", "Number of optimizer updates"),
-    "no value": _bad("train.steps=", "train.steps=", "a whole number"),
-    "a fraction for a count": _bad("train.steps=1e3", "train.steps=1000.0", "a whole number"),
-    "null for a number": _bad("train.steps=null", "train.steps=null", "a whole number"),
-    "zero steps": _bad("train.steps=0", "train.steps=0", "1 to"),
-    "negative batch": _bad("train.global_batch_size=-8", "train.global_batch_size=-8", "1 to"),
-    "learning rate nan": _bad("optimizer.lr=nan", "optimizer.lr=nan", "0 to"),
-    "learning rate inf": _bad("optimizer.lr=inf", "optimizer.lr=inf", "0 to"),
-    "number beyond 64 bits": _bad("train.seed=99999999999999999999", "train.seed=", "0 to 9,223,372,036,854,775,807"),
-    "added setting": _bad("+new=1", "+new=1", "cannot be added"),
-    "forced typo": _bad("++train.stps=1", "++train.stps=1", "cannot be added"),
-    "removed group": _bad("~engine", "~engine", "cannot be removed"),
-    "not key=value": _bad("native", "'native'", "did you mean engine=native?"),
-    "a setting as a flag": _bad("--sharding=optim", "--sharding=optim: is no flag", "fix:   sharding=optim"),
-    "no such flag": _bad("--verbose", "--verbose: no such flag", "run.py --help"),
-    "two in one word": _bad(["sharding=optim, dtype=bf16"], "each as a word", "fix:   sharding=optim dtype=bf16"),
-    "empty word": _bad([""], "is not key=value"),
-    "given twice": _bad("train.steps=5 train.steps=6", "is given 2 times"),
-    "list without -m": _bad("sharding=optim,no_shard", "run.py -m sharding=optim,no_shard"),
-    "unbalanced quote": _bad(["data=text", "data.path=it's"], "cannot be read", "data.path="),
-    "batch not divisible": _bad("train.global_batch_size=10", "train.global_batch_size=10", "8, 16, 24"),
-    "heads do not divide": _bad("model.num_heads=3 model.num_kv_heads=3", "model.dim=64", "multiples of 6"),
-    "sequence too long": _bad("data.seq_len=4096", "data.seq_len=4096", "model.max_seq_len=2048"),
-    "engine without that strategy": _bad(
-        "engine=ddp sharding=optim_grads", "sharding.strategy=optim_grads", "engine=ddp"
-    ),
-    "engine without that setting": _bad("engine=ddp engine.prefetch=2", "engine.prefetch=2", "engine=native"),
-    "engine without that many ranks": _bad("engine=single mesh.world_size=2", "mesh.world_size=2", "engine=single"),
-    "engine without that promise": _bad("engine=ddp numerics=ordered", "numerics.mode=ordered", "fast, deterministic"),
-    "engine without that dtype": _bad("engine=ddp dtype.main_grads=fp64", "dtype.main_grads=fp64", "engine=native"),
-    "hybrid the engine does not run": _bad(
-        "engine=deepspeed sharding=hsdp mesh=two_by_two", "mesh.dp_outer=2", "engine=native"
-    ),
-    "hybrid without an outer axis": _bad("sharding=hsdp", "mesh.dp_outer=1", "mesh=two_by_two"),
-    "a checkpoint that is not there": _bad("ckpt.load=/nowhere", "ckpt.load=/nowhere", "is no folder", "step-*"),
-    "ext without an adapter": _bad("engine=ext", "engine.adapter=package.module:Class"),
-    "main weights that cannot hold": _bad("dtype.compute=fp16 dtype.main_params=bf16", "cannot hold", "fp16, fp64"),
-    "16-bit gradients unasked": _bad(
-        "dtype.main_grads=bf16", "dtype.main_grads=bf16", "allow_low_precision_grads=true"
-    ),
-    "setting without effect": _bad("data.path=README.md", "data.path=README.md", "data=text"),
-    "missing data path": _bad("data=text data.path=nowhere.txt", "nowhere.txt", "does not exist"),
-    "no data path": _bad("data=text", "data.path"),
-    "empty data": _bad("data=text data.path={tmp}/empty.txt", "empty"),
-    "data too short for a batch": _bad("data=text data.path={tmp}/short.txt", "train.global_batch_size=16"),
-    "ids beyond the vocabulary": _bad("data=tokens data.path={tmp}/ids.bin", "model.vocab_size=256", "60000"),
-    "cut token file": _bad("data=tokens data.path={tmp}/odd.bin", "whole number of 2-byte tokens"),
-    "root is a file": _bad("launch.root={tmp}/empty.txt/runs", "launch.root=", "is a file"),
-    "root not writable": _bad("launch.root=/proc/runs", "launch.root=/proc/runs"),
-    "newline in the root": _bad(["launch.root='a\nb'"], "launch.root=", "control character"),
-    "no such device": _bad(
-        "cluster.device=cuda mesh.world_size=64", "cluster.device=cuda", "CUDA devices for 64 ranks"
-    ),
-    "no scheduler": _bad("cluster=slurm", "sbatch", "cluster=local"),
-    "two ranks inline": _bad("launch.inline=true", "launch.inline=true", "mesh=one"),
-    "model beyond this machine": _bad("model=llama_70b", "model=llama_70b", "this machine has"),
-    "study without -m": _bad("study=parity_pair", "run.py -m study=parity_pair"),
-    "unknown study": _bad("-m study=parity_par", "study=parity_par", "did you mean study=parity_pair?"),
-    "unknown run": _bad("--from 0123abcd", "0123abcd"),
-    "two bad cells of a sweep": _bad(
-        "-m engine=ddp,native sharding=optim_grads", "sharding.strategy=optim_grads", "in 1 of 2 cells"
-    ),
-    "many at once": _bad(
-        "train.steps=0 optimizer.lr=-1 data.seq_len=4096", "3 problems", "train.steps=0", "lr=-1", "4096"
-    ),
-    "disk full at start": _bad("launch.root={full}/runs", "launch.root=", "free"),
+REQUESTS = {
+    kind: BadRequest(tuple(shlex.split(words)), tuple(told.split("; ")))
+    for kind, words, told in re.findall(r"^    (.*?): (.*?) => (.*)$", TABLE, re.MULTILINE)
 }
-"""Requests by kind. `{tmp}` is a folder with bad data, `{full}` a disk without room."""
 
 
 @dataclass(frozen=True)
