@@ -26,7 +26,6 @@ from harness.store import status
 from harness.store.metrics import read_metrics
 from harness.store.rundir import RunDir, Store
 from harness.store.status import State
-from tests.architecture.places import Copy
 from tests.slurm import test_study
 from tests.slurm.cluster import NEEDED, Cluster, running
 from tests.slurm.test_study import REPOSITORY, REQUEST, final_weights, job, numbers, state
@@ -166,22 +165,6 @@ def same_as_undisturbed(cluster: Cluster, root: Path, run: RunDir, baselines: li
     assert [line["step"] for line in read_metrics(run.metrics)] == list(range(1, STEPS + 1))
     assert numbers(run) == numbers(baseline)
     assert final_weights(run) == final_weights(baseline)
-
-
-def test_edits_while_it_waits_change_nothing(cluster: Cluster, tmp_path: Path) -> None:
-    """Broken code and a broken conf/, saved between sbatch and the job's start."""
-    (tmp_path / "checkout").mkdir()
-    checkout = Copy(tmp_path / "checkout")
-    cluster.hold()
-    done = checkout.run("run.py", *WORDS, "train.steps=3", f"launch.root={tmp_path / 'runs'}")
-    assert done.returncode == 0, done.stderr
-    (run,) = Store(tmp_path / "runs").runs()
-    (checkout.folder / "harness" / "worker" / "rank.py").write_text("raise SystemExit('edited')\n")
-    (checkout.folder / "harness" / "launch" / "slurm" / "task.py").write_text("raise SystemExit('edited')\n")
-    shutil.rmtree(checkout.folder / "conf")
-    cluster.go()
-    until(cluster, lambda: effective(run) not in (State.queued, State.running), PATIENCE_S)
-    assert effective(run) is State.done, reason(run)
 
 
 def test_a_node_dies_under_a_run_which_goes_on_elsewhere(
@@ -326,25 +309,6 @@ def test_a_submitter_killed_at_any_moment_loses_and_doubles_nothing(
     assert len(waiting) == len({job(run) or reason(run) for run in runs}) == 6, "one job a cell"
     cluster.go()
     until(cluster, lambda: Counter(effective(run) for run in runs) == {State.done: 6}, PATIENCE_S)
-
-
-def test_whichever_command_exists_tells_how_it_ended(
-    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cluster.hold()
-    run = one(tmp_path)
-    cluster.ask("scancel", job(run))
-    present = run.status()
-    assert present is not None
-    for name in ("squeue", "scontrol"):
-        only = tmp_path / f"only {name}"
-        only.mkdir()
-        (only / name).symlink_to(str(shutil.which(name, path=os.defpath)))
-        with monkeypatch.context() as patch:
-            patch.setenv("PATH", str(only))
-            found = Scheduler()(present)
-            assert found is not None, name
-            assert found[0] is State.cancelled
 
 
 def ranks_of(run: RunDir) -> list[psutil.Process]:
