@@ -71,6 +71,7 @@ class LocalRun:
         self._deadline = math.inf
         self._stops = 0
         self._record = Tail(opened.run.metrics)
+        self._logs = [Tail(self._folder / f"rank{number}.log") for number in range(self.config.mesh.world_size)]
         try:
             self.ranks = start_ranks(
                 opened.run.path, opened.attempt, self.config, start=self._start, lock=lock.fileno(), devices=devices
@@ -79,7 +80,6 @@ class LocalRun:
             status.move(opened.run.path, opened.attempt, State.failed, f"ranks could not be started: {error}")
             lock.release()
             raise
-        self._logs = [Tail(rank.log) for rank in self.ranks]
 
     def poll(self) -> Ended | None:
         self._listen()
