@@ -240,7 +240,7 @@ def test_a_hang_shows_the_stack_of_every_rank(start):
     assert ended.report.count("in wait_for_stop") == ended.report.count("in hold_the_interpreter") == 1
 
 
-def test_steps_and_warnings_of_every_rank_are_heard(start, monkeypatch):
+def test_steps_and_warnings_of_every_rank_are_heard(start):
     """Whole lines, from now on: a resumed run has an earlier attempt's steps, and cuts off some."""
     heard: list[dict[str, Any]] = []
     run = start("done|done")
@@ -259,6 +259,19 @@ def test_steps_and_warnings_of_every_rank_are_heard(start, monkeypatch):
     assert finish(run).state is State.done
     assert [each["step"] for each in heard if "step" in each] == [1, 2, 3]
     assert sorted(each["warning"] for each in heard if "warning" in each) == ["of rank 0", "of rank 1"]
+
+
+TAILS = {
+    "a record that was cut": Slip(Tail, "lines", "min(self._read,", "max(self._read,", "A resumed run shows no steps"),
+    "half a line": Slip(Tail, "lines", "file.tell() - len(rest)", "file.tell()", "A step that is half written is lost"),
+}
+
+
+@pytest.mark.parametrize("name", each("Ends of a run", [(name, slip.breaks) for name, slip in TAILS.items()]))
+def test_a_listener_that_misses_lines_is_found(start, monkeypatch, name):
+    TAILS[name].put(monkeypatch)
+    with pytest.raises(AssertionError):
+        test_steps_and_warnings_of_every_rank_are_heard(start)
 
 
 def test_a_rank_that_stays_behind_is_ended(start):

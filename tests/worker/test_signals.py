@@ -20,7 +20,7 @@ from harness.worker.report import Reporter
 from harness.worker.requeue import Fate, judge
 from harness.worker.stop import StopFlag
 from tests.launch.cells import make_cell
-from tests.support.mutants import Slip, each
+from tests.support.mutants import Slip, each, kills
 
 
 @pytest.fixture
@@ -337,6 +337,13 @@ def test_a_rank_that_ends_otherwise_leaves_no_stacks(reporter):
         one.step({"step": 1, "loss": 1.0})
         assert failure.collect(one.folder) == []
     assert not list(one.folder.glob("stacks-*"))
+
+
+@kills("Ends of a run", "no hang", "A rank that was killed counts as hung at its last step")
+def test_a_rank_without_stacks_that_counts_as_hung_is_found(reporter, monkeypatch):
+    Slip(failure, "collect", "if _HANG.match(text) else None", "").put(monkeypatch)
+    with pytest.raises(AssertionError):
+        test_a_rank_that_ends_otherwise_leaves_no_stacks(reporter)
 
 
 def test_a_rehearsed_stop_is_told_from_one_that_came_before_it() -> None:
