@@ -163,11 +163,14 @@ def train(
     before_update: Event = lambda step, model, optimizer: None,
     after_update: Event = lambda step, model, optimizer: None,
     seed: int = 1,
+    told: bool = True,
+    captures: Sequence[int] | None = None,
     **options: Any,
 ) -> list[bytes]:
     """Train, watched if there is a path. Returns this rank's last weights, and the state of torch's generator.
 
-    Args: options: of `watch`, which looks at all steps of a busy machine, too.
+    Args: told: `watch` is given the optimizer. captures, options: of `watch`, which looks at all steps of a busy
+    machine, too.
     """
 
     chosen = {**LAYOUTS, **FLAT}[layout]
@@ -177,7 +180,8 @@ def train(
     model = chosen.shards(net)
     params = [param for param in model.parameters() if param.requires_grad]
     model, stepping = chosen.finish(model, optimizer(params, lr=1e-3))
-    run = None if path is None else watch(model, stepping, path, **{"share": 1.0, **options})
+    given = stepping if told else None
+    run = None if path is None else watch(model, given, path, **{"share": 1.0, "steps": captures, **options})
     readers = chosen.readers or chosen.ranks
     for number, batch in enumerate(batches(steps, seed), start=1):
         rows = batch.chunk(readers)[rank * readers // chosen.ranks]

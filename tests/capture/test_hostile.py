@@ -127,45 +127,33 @@ def test_weights_in_new_memory_are_followed(tmp_path: Path) -> None:
     assert verdict.outcome is Outcome.EQUAL, verdict.sentence
 
 
-def uneven(rank: int, path: Path) -> int:
-    """Ranks without a collective of their own, of which the first goes on for longer."""
+def stepping(rank: int, path: Path, steps: tuple[int, int], close: bool = True) -> int:
+    """Ranks without a collective of their own. Args: steps: of each. close: of the second rank too."""
     torch.manual_seed(0)
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     run = watch(model, optimizer, path)
-    for _ in range(5 - 2 * rank):
+    for _ in range(steps[rank]):
         model(torch.ones(2, 3)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
         run.step()
-    run.close()
+    if close or rank == 0:
+        run.close()
     return run.steps
 
 
 def test_ranks_that_stop_at_different_steps_do_not_wait_for_each_other(tmp_path: Path) -> None:
     path = tmp_path / "study" / "uneven"
-    assert run_ranks(uneven, 2, path) == [5, 3]
+    assert run_ranks(stepping, 2, path, (5, 3)) == [5, 3]
     record = load(path)
     assert record.length == 3
     assert any("rank-00000 made 5 steps, and another 3" in problem for problem in record.problems)
 
 
-def unended(rank: int, path: Path) -> None:
-    torch.manual_seed(0)
-    model = nn.Linear(3, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    run = watch(model, optimizer, path)
-    for _ in range(3):
-        model(torch.ones(2, 3)).sum().backward()
-        optimizer.step()
-        run.step()
-    if rank == 0:
-        run.close()
-
-
 def test_what_a_killed_rank_saw_can_be_put_together(tmp_path: Path) -> None:
     path = tmp_path / "study" / "killed"
-    run_ranks(unended, 2, path)
+    run_ranks(stepping, 2, path, (3, 3), False)
     assert (path / FOLDER).exists(), "its last rank has not ended"
     assert main([str(path)]) == 0
     record = load(path)
