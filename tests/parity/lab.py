@@ -162,7 +162,7 @@ def write(root: Path, arm: Arm, overrides: tuple[str, ...] = ()) -> Path:
         write_capture(run.path, 1, {name: kept(value) for name, value in initial(arm.seed).items()}, "weights")
     outcome.checker.write(run.path)
     for step, (mean, terms) in outcome.witnesses.items():
-        write_capture(run.path, step, mean, "witness", terms=terms, kept={}, wrong_weights=[])
+        write_capture(run.path, step, mean, "witness", terms=terms, wrong_weights=[])
     return run.path
 
 

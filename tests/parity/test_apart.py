@@ -291,22 +291,17 @@ MUTANTS: dict[str, Slip] = slips(
         parity.tiers.divergence._squares: columns(arm, "reduced"), sums) => columns(arm, "reduced"), local)
     """
 ) | {
-    "JUMP / 3": Slip(
-        divergence, "JUMP", "", lambda value: value / 3, "Curvature that bursts as clean pairs' did is a jump"
-    ),
-    "JUMP x 5": Slip(divergence, "JUMP", "", lambda value: value * 5, "A gradient 200 times as far off is none"),
-    "BURST is 1": Slip(divergence, "BURST", "", lambda _: 1.0, "Hot training gets no more room than stable training"),
-    "BURST x 100": Slip(divergence, "BURST", "", lambda value: value * 100, "In hot training nothing is a jump"),
-    "STRIDE / 10": Slip(
-        divergence, "STRIDE", "", lambda value: value / 10, "Weights that part threefold in a step jump"
-    ),
-    "STRIDE x 10": Slip(divergence, "STRIDE", "", lambda value: value * 10, "Weights 100 times as far apart do not"),
-    "of the present norm": Slip(
-        divergence, "WINDOW", "", lambda _: 1, "A gradient is held against its norm at that step, which may cancel"
-    ),
-    "norms are never forgotten": Slip(
-        divergence, "WINDOW", "", lambda _: 10**6, "A gradient is held against the largest that it ever was"
-    ),
+    f"{constant} is {value:g}": Slip(divergence, constant, "", lambda _, value=value: value, breaks)
+    for constant, value, breaks in (
+        ("JUMP", 5, "Curvature that bursts as clean pairs' did is a jump"),
+        ("JUMP", 75, "A gradient 200 times as far off is none"),
+        ("BURST", 1, "Hot training gets no more room than stable training"),
+        ("BURST", 62_500, "In hot training nothing is a jump"),
+        ("STRIDE", 1, "Weights that part threefold in a step jump"),
+        ("STRIDE", 100, "Weights 100 times as far apart do not"),
+        ("WINDOW", 1, "A gradient is held against its norm at that step, which may cancel"),
+        ("WINDOW", 10**6, "A gradient is held against the largest that it ever was"),
+    )
 }
 
 
