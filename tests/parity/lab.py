@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
 
 from harness.store.identity import signature
 from harness.store.metrics import encode
@@ -164,36 +164,6 @@ def write(root: Path, arm: Arm, overrides: tuple[str, ...] = ()) -> Path:
     for step, (mean, terms) in outcome.witnesses.items():
         write_capture(run.path, step, mean, "witness", terms=terms, wrong_weights=[])
     return run.path
-
-
-def in_one_file_a_step(folder: Path) -> None:
-    """Make captures of the former format, which all others here are, ones of the present."""
-    after: Params = {}
-    numbers = {path.stem.partition("-")[2] for path in folder.glob("*-*.safetensors")}
-    for number in sorted(numbers):
-        of = {kind: folder / f"{kind}-{number}" for kind in ("step", "witness", "update", "weights")}
-        held = {kind: _held(stem) for kind, stem in of.items()}
-        wide = {kind: {name: each.astype("<f8") for name, each in found.items()} for kind, (found, _) in held.items()}
-        step, witness, update, weights = wide.values()
-        before = weights or after
-        after = {name: before.get(name, 0.0) + each for name, each in update.items()}
-        tensors = {
-            **{f"gradient/{name}": each for name, each in step.items()},
-            **{f"local/{name}": each for name, each in witness.items()},
-            **{f"before/{name}": each for name, each in weights.items()},
-            **{f"after/{name}": each for name, each in after.items()},
-        }
-        facts = {**held["step"][1], **held["witness"][1], "whole": [*witness]}
-        for stem in of.values():
-            for suffix in (".safetensors", ".json"):
-                stem.with_suffix(suffix).unlink(missing_ok=True)
-        path = of["step"].with_suffix(".safetensors")
-        save_file({n: np.ascontiguousarray(t) for n, t in tensors.items()}, path, {"harness": json.dumps(facts)})
-
-
-def _held(stem: Path) -> tuple[Params, dict[str, Any]]:
-    path = stem.with_suffix(".safetensors")
-    return (load_file(path), json.loads(stem.with_suffix(".json").read_text())) if path.exists() else ({}, {})
 
 
 def write_capture(run: Path, step: int, grads: Params, kind: str = "step", **facts: Any) -> None:
