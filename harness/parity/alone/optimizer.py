@@ -15,7 +15,7 @@ import numpy as np
 
 from harness.config.roundoff import RMS, SIXTEEN_BITS, UNIT
 from harness.config.update_rule import KNOWN, Rule, Units, UpdateState
-from harness.parity.alone import in_piece, in_run
+from harness.parity.alone.witness import in_piece, in_run
 from harness.parity.outcome import AHEAD, Finding, Stage
 from harness.parity.record import Record
 from harness.parity.tensors import Float64

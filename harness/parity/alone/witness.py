@@ -9,11 +9,10 @@ import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-from harness.parity.alone import in_piece, in_run
-from harness.parity.outcome import Finding, Stage, fact
+from harness.parity.outcome import Finding, Stage, fact, measured
 from harness.parity.record import Record
 from harness.parity.tensors import Recomputed
-from harness.parity.tiers.arithmetic import SAFETY, SIGMAS, Arithmetic
+from harness.parity.tiers.arithmetic import SAFETY, SIGMAS, Arithmetic, of_piece
 from harness.parity.tiers.gradients import HANDFUL, TensorPair, compare_tensor, names, pool
 from harness.parity.tiers.numeric import explain
 from harness.store.screen import counted
@@ -22,6 +21,20 @@ OF_FORWARD = "weights of the forward"
 
 TENSOR_SIGMAS = 6.0
 """Standard errors of one tensor's scale: a run has thousands of these, some of few elements, and none may be beyond."""
+
+
+def in_run(
+    run: Record, check: str, stage: Stage, off: float, allowed: float, step: int, tensor: str | None, note: str = ""
+) -> Finding:
+    """A number that a run says against itself; a failure's note begins with the run."""
+    said = f"in {run.name}{f', {note}' if note else ''}"
+    return measured(check, stage, off, allowed, step=step, tensor=tensor, note=said)
+
+
+def in_piece(run: Record, check: str, stage: Stage, pair: TensorPair, whole: float, step: int) -> Finding:
+    """A tensor's worst piece. Args: whole: what the whole tensor is allowed."""
+    block = pair.block
+    return in_run(run, check, stage, block.distance, of_piece(whole, block.size), step, pair.name, pair.where)
 
 
 def check(run: Record, step: int, arithmetic: Arithmetic, factors: Sequence[tuple[float, str]]) -> list[Finding]:
