@@ -271,8 +271,7 @@ MUTANTS: dict[str, tuple[Claim, Slip]] = (
     nobody asks: The verdict does not ask what a run was fed
         parity.judgement._judged_alone: *every_step.check_data(run), =>
     fed wrongly and checked: A run that was fed wrongly is right given its past
-        parity.alone.every_step.checked_until: np.array(right_at(run), dtype=bool)
-            => np.ones(run.length, dtype=bool)
+        parity.alone.every_step.checked_until: right &= fed(run)[1][: len(right)] => pass
     """,
     )
     | slips(

@@ -8,7 +8,7 @@ that accuracy is told relative to one that is not (`integer_floor`).
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import NormalDist
@@ -98,29 +98,24 @@ WRONG = "it was fed other tokens or targets than its data source holds"
 
 
 def check_data(run: Record) -> list[Finding]:
-    right, seen = right_at(run), seen_at(run)
-    wrong = [step for step in range(1, run.length + 1) if seen[step - 1] and not right[step - 1]]
+    seen, right = fed(run)
+    wrong: list[int] = (1 + np.flatnonzero(seen & ~right)).tolist()
     found = []
     if wrong:
-        held, fed = (run.columns[key][wrong[0] - 1] for key in DIGESTS)
+        held, given = (run.columns[key][wrong[0] - 1] for key in DIGESTS)
         more = f", in {len(wrong)} steps up to step {wrong[-1]}" if len(wrong) > 1 else ""
         note = f"in {run.name}, {WRONG}{more}"
-        found.append(fact(FED, Stage.data, fed, held, step=wrong[0], count=len(wrong), note=note))
-    if any(right):
-        found.append(fact(FED, Stage.data, "as held", "as held", count=sum(right)))
+        found.append(fact(FED, Stage.data, given, held, step=wrong[0], count=len(wrong), note=note))
+    if right.any():
+        found.append(fact(FED, Stage.data, "as held", "as held", count=int(right.sum())))
     return found
 
 
-def seen_at(run: Record) -> list[bool]:
-    return [held is not None and fed is not None for held, fed in _pairs(run)]
-
-
-def right_at(run: Record) -> list[bool]:
-    return [held is not None and held == fed for held, fed in _pairs(run)]
-
-
-def _pairs(run: Record) -> Iterator[tuple[str | None, str | None]]:
-    return zip(*(run.columns[key] for key in DIGESTS), strict=True)
+def fed(run: Record) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    """True per step whose tokens were hashed as they were fed; and where they were what the data source holds."""
+    pairs = [*zip(*(run.columns[key] for key in DIGESTS), strict=True)]
+    seen = np.array([None not in pair for pair in pairs], dtype=bool)
+    return seen, seen & np.array([held == given for held, given in pairs], dtype=bool)
 
 
 def check(run: Record, arithmetic: Arithmetic) -> list[Finding]:
@@ -274,7 +269,7 @@ def checked_until(run: Record, arithmetic: Arithmetic) -> int:
         return 0
     right = np.ones(min(run.length, len(run.stream.column("sum"))), dtype=bool)
     left_out = np.isin(np.arange(1, len(right) + 1), sorted(run.skipped))
-    right &= np.array(right_at(run), dtype=bool)[: len(right)]
+    right &= fed(run)[1][: len(right)]
     looked = run.stream.looked[: len(right)]
     follows = np.concatenate(([True], looked[:-1]))
     for name in REQUIRED:
@@ -300,7 +295,7 @@ def looked_at(run: Record) -> dict[str, NDArray[np.bool_]]:
 
     Gradients of a skipped step, which are undefined, count as observed.
     """
-    seen = {"fed": np.array(seen_at(run), dtype=bool)}
+    seen = {"fed": fed(run)[0]}
     left_out = np.isin(np.arange(1, run.length + 1), sorted(run.skipped))
     if run.stream is None:
         return seen
