@@ -106,25 +106,9 @@ ACCUMULATES_WHOLE, ACCUMULATES_SHARDS = (
 )
 
 DECLARED = [
-    Fault(
-        "F01_duplicated_gradient",
-        "tests.faults.samples:F01_duplicated_gradient",
-        "the reduce-scattered shard is added to the unreduced gradient instead of copied over it",
-        "reduction",
-        cell=(ZERO1, *K2),
-        report="NVIDIA/Megatron-LM PR 3067",
-    ),
     Fault("scale_by_two", "scale_by_two", "all gradients are twice what they should be", "reduction", cell=(ZERO3,)),
-    Fault(
-        "lr_of_a_group",
-        "tests.faults.samples:lr_of_a_group",
-        "one parameter group has another learning rate",
-        "optimizer",
-        cell=(ZERO2,),
-    ),
 ]
-"""The sample of `harness.train.faults`, those of `tests.faults.samples`, and every fault of a file that was imported
-(`tests.faults.site.fault`)."""
+"""The sample of `harness.train.faults`, and every fault of a file that was imported (`tests.faults.site.fault`)."""
 
 
 @cache

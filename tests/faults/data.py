@@ -32,12 +32,7 @@ def _behind(site: Site, is_late: Callable[[int], bool]) -> None:
     site.around(site.loader, "_sequence", wrap, always=True)
 
 
-@fault(
-    "one rank reads the batch of the step before",
-    "data",
-    cell=(ZERO3,),
-    edition=2,
-)
+@fault("one rank reads the batch of the step before", "data", cell=(ZERO3,), edition=2)
 def lagging_loader(site: Site) -> None:
     if site.rank == site.size - 1:
         _behind(site, lambda step: step >= max(2, site.config.fault.begins_at))

@@ -50,12 +50,7 @@ def repeat_microbatch(site: Site) -> None:
     _weigh(site, lambda number: 1.0 + site.amount * (number == site.k))
 
 
-@fault(
-    "microbatches have unequal weight in the mean",
-    "gradient",
-    cell=(ZERO2, *K2),
-    microbatches=2,
-)
+@fault("microbatches have unequal weight in the mean", "gradient", cell=(ZERO2, *K2), microbatches=2)
 def unequal_microbatches(site: Site) -> None:
     _weigh(site, lambda number: 1.0 + site.amount * (0.5 if number % 2 else -0.5))
 

@@ -106,22 +106,12 @@ def on_criterion(site: Site, criterion: Callable[[Tensor, Tensor], Tensor]) -> N
     site.around(site.engine.workload, "loss", wrap, always=True)
 
 
-@fault(
-    "labels are smoothed by a tenth, as in another recipe",
-    "forward",
-    cell=(ZERO0,),
-    edition=2,
-)
+@fault("labels are smoothed by a tenth, as in another recipe", "forward", cell=(ZERO0,), edition=2)
 def label_smoothing_left_on(site: Site) -> None:
     on_criterion(site, lambda logits, targets: F.cross_entropy(logits.mT, targets, label_smoothing=0.1))
 
 
-@fault(
-    "targets that were shifted already lose their last position in the mean",
-    "forward",
-    cell=(ZERO2,),
-    edition=2,
-)
+@fault("targets that were shifted already lose their last position in the mean", "forward", cell=(ZERO2,), edition=2)
 def last_target_dropped(site: Site) -> None:
     on_criterion(site, lambda logits, targets: F.cross_entropy(logits[:, :-1].mT, targets[:, :-1]))
 
@@ -186,12 +176,7 @@ def F38_stale_activation(site: Site) -> None:
     site.model.module.blocks[0].ffn.w_down.register_forward_hook(mix)
 
 
-@fault(
-    "one branch of a block hands no gradient back to what it reads",
-    "gradient",
-    cell=(ZERO1,),
-    edition=2,
-)
+@fault("one branch of a block hands no gradient back to what it reads", "gradient", cell=(ZERO1,), edition=2)
 def branch_not_differentiated(site: Site) -> None:
 
     def stop(_module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -80,12 +80,7 @@ def F18_absent_weights_skipped(site: Site) -> None:
     on_load(site, lambda key: key == first, lambda tensor, old: blend(tensor, old, site.amount))
 
 
-@fault(
-    "Adam's step count begins anew after a resume",
-    "checkpoint",
-    cell=(ZERO3,),
-    resumes=True,
-)
+@fault("Adam's step count begins anew after a resume", "checkpoint", cell=(ZERO3,), resumes=True)
 def optimizer_step_lost_on_resume(site: Site) -> None:
     on_load(site, lambda key: key.endswith("step"), lambda tensor, old: blend(tensor, 0.0, site.amount))
 

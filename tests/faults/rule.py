@@ -25,12 +25,7 @@ def F41_decay_after_update(site: Site) -> None:
     on_update(site, rows_of(site), change)
 
 
-@fault(
-    "Adam's epsilon is added to the second moment instead of to its root",
-    "optimizer",
-    cell=(ZERO2,),
-    edition=2,
-)
+@fault("Adam's epsilon is added to the second moment instead of to its root", "optimizer", cell=(ZERO2,), edition=2)
 def epsilon_inside_root(site: Site) -> None:
     def change(rows: Rows, weight: Tensor, old: Tensor) -> None:
         settings = rows.settings
@@ -66,12 +61,7 @@ def F42_decay_through_moments(site: Site) -> None:
     site.before(site.engine.optimizer, "step", first)
 
 
-@fault(
-    "momentum takes in a tenth of each gradient instead of all of it",
-    "optimizer",
-    cell=(ZERO2, SGD),
-    edition=2,
-)
+@fault("momentum takes in a tenth of each gradient instead of all of it", "optimizer", cell=(ZERO2, SGD), edition=2)
 def damped_momentum(site: Site) -> None:
 
     def change() -> None:

@@ -48,6 +48,26 @@ def _between_microbatches(site: Site, change: Callable[[Tensor], object]) -> Non
 
 
 @fault(
+    "the reduce-scattered shard is added to the unreduced gradient instead of copied over it",
+    "reduction",
+    cell=(ZERO1, *K2),
+    report="NVIDIA/Megatron-LM PR 3067",
+)
+def F01_duplicated_gradient(site: Site) -> None:
+    def wrap(fold: Callable[..., None]) -> Callable[..., None]:
+        def wrapped(exchange: Any, into: list[Tensor], *, add: bool) -> None:
+            own = torch.cat([part.chunk(site.rank) for part in exchange.parts])
+            fold(exchange, into, add=add)
+            for target, mine in zip(into, own.split([each.numel() for each in into]), strict=True):
+                target.add_(mine.to(target.dtype), alpha=site.amount * exchange.factor)
+
+        return wrapped
+
+    for bucket in site.buckets:
+        site.around(bucket.inner, "fold", wrap)
+
+
+@fault(
     "the gradient buffer of a group is doubled once a microbatch",
     "reduction",
     cell=(ZERO1, *K2),
@@ -161,12 +181,7 @@ def _within(site: Site, inside: float, outside: float) -> None:
     site.on_contributions(change)
 
 
-@fault(
-    "hybrid sharding reduces within a node alone",
-    "reduction",
-    cell=(ZERO3, *FOUR),
-    report="pytorch/pytorch#140183",
-)
+@fault("hybrid sharding reduces within a node alone", "reduction", cell=(ZERO3, *FOUR), report="pytorch/pytorch#140183")
 def F22_one_node_only(site: Site) -> None:
     _within(site, 1.0 + site.amount, 1.0 - site.amount)
 
@@ -292,23 +307,13 @@ def offset_scatter(site: Site) -> None:
     site.on_contributions(change)
 
 
-@fault(
-    "gradients below the smallest normal number of fp16 are zero on the wire",
-    "reduction",
-    cell=(ZERO1,),
-    edition=2,
-)
+@fault("gradients below the smallest normal number of fp16 are zero on the wire", "reduction", cell=(ZERO1,), edition=2)
 def flushed_to_zero(site: Site) -> None:
     limit = site.amount * 2.0**-14
     site.on_contributions(lambda contributions: [each.masked_fill(each.abs() < limit, 0.0) for each in contributions])
 
 
-@fault(
-    "one element of every message changes its sign on the way",
-    "reduction",
-    cell=(ZERO2,),
-    edition=2,
-)
+@fault("one element of every message changes its sign on the way", "reduction", cell=(ZERO2,), edition=2)
 def flipped_sign(site: Site) -> None:
 
     def change(contributions: list[Tensor]) -> list[Tensor]:

@@ -73,11 +73,7 @@ def F23_clipped_on_one_rank(site: Site) -> None:
         _on_clip(site, -site.amount)
 
 
-@fault(
-    "gradients are clipped, and clipped again",
-    "clipping",
-    cell=(ZERO3, "optimizer.clip_norm=0.1", SGD),
-)
+@fault("gradients are clipped, and clipped again", "clipping", cell=(ZERO3, "optimizer.clip_norm=0.1", SGD))
 def clipped_twice(site: Site) -> None:
     _on_clip(site, site.amount)
 
@@ -251,12 +247,7 @@ def swapped_momentum(site: Site) -> None:
     site.once(change, earliest=2)
 
 
-@fault(
-    "all weights are 1.1 times what they were when the last step is done",
-    "weights",
-    cell=(ZERO3,),
-    ends=True,
-)
+@fault("all weights are 1.1 times what they were when the last step is done", "weights", cell=(ZERO3,), ends=True)
 def grown_at_the_end(site: Site) -> None:
     def change() -> None:
         for bucket in site.buckets:
@@ -292,6 +283,14 @@ def beta_of_a_group(site: Site) -> None:
         group["betas"] = (first, 1.0 - (1.0 - second) * (1.0 + site.amount))
 
     site.once(change)
+
+
+@fault("one parameter group has another learning rate", "optimizer", cell=(ZERO2,))
+def lr_of_a_group(site: Site) -> None:
+    def double() -> None:  # which every step sets anew
+        site.engine.optimizer.param_groups[-1]["lr"] *= 1.0 + site.amount
+
+    site.before(site.engine.optimizer, "step", double)
 
 
 @fault("the optimizer steps with the learning rate of the step before", "optimizer", cell=(ZERO1,))

@@ -144,12 +144,7 @@ def replica_drift(site: Site) -> None:
     site.after(site.engine.optimizer, "step", then)
 
 
-@fault(
-    "one gathered element is 0.1 too large on one rank",
-    "gather",
-    cell=(ZERO3,),
-    strategies=("optim_grads_params",),
-)
+@fault("one gathered element is 0.1 too large on one rank", "gather", cell=(ZERO3,), strategies=("optim_grads_params",))
 def gathered_element_off(site: Site) -> None:
     if site.rank != site.size - 1:
         return

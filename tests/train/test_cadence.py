@@ -108,7 +108,7 @@ RUNS = {
         *(
             "sharding=optim_grads",
             "measure.step_checks_share=0",
-            "fault.name=tests.faults.samples:F01_duplicated_gradient",
+            "fault.name=tests.faults.sums:F01_duplicated_gradient",
         ),
         f"fault.begins_at={BEGINS}",
     ),
