@@ -204,9 +204,9 @@ class Fp8Linear(nn.Linear):
             )
         return held.t if transposed else held
 
-    def quantize_weight(self, weight: Tensor, *, transposed: bool = False) -> Quantized:
-        """An unsharded weight [out, in], or its transpose, as it would be multiplied; as it lies. Records no amax."""
-        return self._quantize(Column.weights, weight, weight, transposed=transposed, trains=False)
+    def quantize_weight(self, weight: Tensor) -> Quantized:
+        """An unsharded weight [out, in] as it would be multiplied; as it lies. Records no amax."""
+        return self._quantize(Column.weights, weight, weight, transposed=False, trains=False)
 
     def quantize_pair(self, column: Column, values: Tensor, *, trains: bool = True) -> tuple[Quantized, Quantized]:
         """An input, or a gradient of the output, [rows, columns], and its transpose, each for a product over its last
