@@ -145,9 +145,9 @@ def read(folder: Path, steps: Sequence[int] | None, updates: Sequence[int] | Non
     plans = [header.facts["plan"] for header in headers.values() if header and "plan" in header.facts]
     if steps is not None:
         found.plan = Captured(tuple(steps), tuple(updates or ()))
-    elif plans or is_former or not files:
-        found.plan = _planned(plans[0] if plans else _read_plan(folder, found.problems, is_needed=is_former))
-    elif all(headers.values()):
+    elif plans or is_former:
+        found.plan = _planned(plans[0] if plans else _read_plan(folder, found.problems))
+    elif files and all(headers.values()):
         found.problems.append(f"no step of {folder} has a plan: which steps were to be captured is not known")
     if is_former:
         _take_former(found, folder)
@@ -192,14 +192,14 @@ def _header(path: Path, problems: list[str]) -> _Header | None:
     return None
 
 
-def _read_plan(folder: Path, problems: list[str], *, is_needed: bool) -> Mapping[str, Any] | None:
+def _read_plan(folder: Path, problems: list[str]) -> Mapping[str, Any] | None:
     path = folder / "captured.json"
     try:
         facts = read_json(path, CAPTURED)
     except StoreError as error:
         problems.append(str(error))
         return None
-    if facts is None and is_needed:
+    if facts is None:
         problems.append(f"{path} is missing: which steps were to be captured is not known")
     return facts
 

@@ -29,12 +29,6 @@ def write_step(folder: Path, step: int, tensors: Mapping[str, Tensor], facts: Ma
     _write(folder / f"step-{step:06d}.safetensors", tensors, {"step": step, **facts})
 
 
-def write_plan(folder: Path, plan: Mapping[str, object]) -> None:
-    """Plan (`Captured`) of a run that captures no step, as `captured.json`. Raises `OSError`."""
-    private_folder(folder)
-    write_json(folder / "captured.json", plan)
-
-
 def write_rounding(folder: Path, step: int, draws: int, moves: Mapping[str, object]) -> None:
     """Effect of rounding on a step's gradients, as `rounding-000001.json`; see `harness.probe.rounding.moves`. Raises
     `OSError`."""

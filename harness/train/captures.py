@@ -18,7 +18,7 @@ from harness.control import Control
 from harness.engines.adapters.single import SingleEngine
 from harness.engines.protocol import Engine, Microbatch
 from harness.models.workload import workload_for
-from harness.probe.capture import beside, json_number, write_plan, write_rounding, write_step
+from harness.probe.capture import beside, json_number, write_rounding, write_step
 from harness.probe.rounding import COMPUTED, moves
 from harness.probe.witness import Witness, wrong_weights
 from harness.train.callbacks import Callback
@@ -41,11 +41,6 @@ class Captures(Callback):
         self._facts: dict[str, Any] = {}
         self._batches: Sequence[Microbatch] = ()
         self._witness: Witness | None = None
-
-    def write_plan(self) -> None:
-        """Write the plan of a run that captures nothing; others have it in every captured step."""
-        if self.is_first_rank and self.config.measure.capture_steps is None and not self.plan.gradients:
-            write_plan(self.folder, self.plan._asdict())
 
     def before(self, step: int, batches: Sequence[Microbatch], engine: Engine) -> None:
         """Keep main weights and moments before a captured update. Collective over all ranks.

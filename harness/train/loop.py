@@ -122,7 +122,6 @@ class Loop:
         self.callbacks.call("begin", start)
 
     def _begin(self) -> int:
-        self.captures.write_plan()
         session, loaded = self.session, None
         if self.keeps_checkpoints or self.config.ckpt.load is not None:
             loaded = self.checkpoints.load_newest(session.engine)

@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from harness.checkpoint import folder as checkpoints
-from harness.config.captured import Captured
 from harness.probe import capture
 from harness.store import check_stream, files
 from harness.store.errors import StoreError
@@ -134,14 +133,13 @@ def test_an_open_lock_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def written(run: Path) -> dict[str, Path]:
     """Every folder of a run that is closed to others, made by the code that fills it."""
-    capture.write_plan(run / "capture", Captured((1,), (), False, 1, "")._asdict())
-    capture.write_step(run / "other", 1, {"w": torch.ones(2)}, {})
+    capture.write_step(run / "capture", 1, {"w": torch.ones(2)}, {})
     check_stream.write_forward(run, 1, (1, 1), {})
     checkpoints.begin(run / "ckpt", 1)
     private_folder(run / "verdict")
     attempt = RunDir(run).attempt_dir(RunDir(run).new_attempt())
-    found = {name: run / name for name in ("capture", "other", "step_checks", "ckpt", "verdict")}
-    return found | {"attempt": attempt, "file": run / "other" / "step-000001.safetensors"}
+    found = {name: run / name for name in ("capture", "step_checks", "ckpt", "verdict")}
+    return found | {"attempt": attempt, "file": run / "capture" / "step-000001.safetensors"}
 
 
 def open_to_others(run: Path, mask: int) -> list[str]:
@@ -176,4 +174,4 @@ def test_an_owner_may_open_a_folder(tmp_path: Path) -> None:
 @kills("The store", "open captures", "Gradients, weights and logs can be read by every user whose umask lets them")
 def test_open_captures_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Slip(files, "private_folder", "path.chmod(0o700)", "path.chmod(0o755)").put(monkeypatch)
-    assert {"capture", "other", "step_checks", "ckpt", "attempt"} <= set(open_to_others(tmp_path, 0o022))
+    assert {"capture", "step_checks", "ckpt", "attempt"} <= set(open_to_others(tmp_path, 0o022))
