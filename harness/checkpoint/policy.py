@@ -73,19 +73,9 @@ class Checkpoints:
         unfinished = folders.path_of(self.folder, step).with_suffix(folders.UNFINISHED)
         self._on_first_rank(f"make {unfinished}", lambda: folders.begin(self.folder, step))
         state = engine.state()
-        tensors: Mapping[str, Any] = {**self._own(state.tensors, portable=state.portable), **self._rng_state()}
+        tensors = {**self._own(state.tensors, portable=state.portable), **self._rng_state()}
         writer = Writer(unfinished, self.ranks.rank, self._values(step, initial_weights, begins_after, state.portable))
-        with self.control.meter.muted():
-            _dcp(
-                f"write {writer.folder}",
-                lambda: dcp_save(
-                    dict(tensors),
-                    storage_writer=writer,
-                    planner=SavePlanner(),
-                    process_group=self.control.group,
-                    no_dist=self.control.group is None,
-                ),
-            )
+        self._dcp(f"write {writer.folder}", dcp_save, tensors, storage_writer=writer, planner=SavePlanner())
         self._on_first_rank(f"publish {writer.folder}", lambda: self._publish(writer, best))
 
     def _publish(self, writer: Writer, best: Sequence[int]) -> None:
@@ -245,17 +235,21 @@ class Checkpoints:
         return {key for key in mine if key not in held} | set(shapes)
 
     def _read(self, path: Path, reader: Reader, tensors: Mapping[str, Tensor]) -> None:
-        with self.control.meter.muted(), torch.no_grad():
-            _dcp(
-                f"read {path}",
-                lambda: dcp_load(
-                    dict(tensors),
-                    storage_reader=reader,
-                    planner=LoadPlanner(),
-                    process_group=self.control.group,
-                    no_dist=self.control.group is None,
-                ),
-            )
+        self._dcp(f"read {path}", dcp_load, tensors, storage_reader=reader, planner=LoadPlanner())
+
+    def _dcp(self, what: str, act: Callable[..., object], tensors: Mapping[str, Tensor], **given: Any) -> None:
+        """Run a save or load of DCP, which fails on all ranks alike.
+
+        Raises `RuntimeError`: the first rank's reason, without DCP's traceback.
+        """
+        group = self.control.group
+        try:
+            with self.control.meter.muted(), torch.no_grad(), warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+                act(dict(tensors), process_group=group, no_dist=group is None, **given)
+        except CheckpointException as error:
+            rank, (reason, _) = next(iter(error.failures.items()))
+            raise RuntimeError(f"checkpoint: rank {rank} cannot {what}: {reason}") from reason
 
     def _differing(self, path: Path, manifest: Manifest, engine: Engine, skipped: set[str]) -> tuple[str, ...]:
         state, comparer = engine.state(), Comparer(path, manifest)
@@ -318,20 +312,6 @@ def _everyone(value: Any, control: Control) -> list[Any]:
     """JSON value of every rank, by rank. Collective over all ranks."""
     with control.meter.muted():
         return gather_json(value, control.group)
-
-
-def _dcp(what: str, call: Callable[[], object]) -> None:
-    """Run a save or load of DCP, which fails on all ranks alike.
-
-    Raises `RuntimeError`: the first rank's reason, without DCP's traceback.
-    """
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
-            call()
-    except CheckpointException as error:
-        rank, (reason, _) = next(iter(error.failures.items()))
-        raise RuntimeError(f"checkpoint: rank {rank} cannot {what}: {reason}") from reason
 
 
 def _weights_first(key: str) -> tuple[bool, str]:
