@@ -162,7 +162,7 @@ class Dropout(nn.Module):
 
 
 def test_modes_and_random_numbers_are_as_before() -> None:
-    from harness.engines.base.planned import evaluating
+    from harness.engines.base.plain import evaluating
 
     module = Dropout()
     before, modes = torch.get_rng_state(), [each.training for each in module.modules()]

@@ -44,7 +44,7 @@ from torch.distributed.tensor import DTensor
 
 from harness.config.schema import Config, OptimizerName, Strategy
 from harness.engines import optim
-from harness.engines.base.planned import scales_of
+from harness.engines.base.plain import scales_of
 from harness.engines.base.sharded import ShardedEngine, data_parallel_mesh, grid_mesh, refuse_scalars, units_of
 from harness.engines.protocol import Microbatch, Ranks, Seen, State, Workload
 from harness.fsdp import TpShard

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from harness.config.derived import engine_options, global_microbatches, wants_infiniband_sharp
 from harness.config.schema import DTYPE_ROLES, Config, DtypeConfig, SharpAxis
 from harness.engines import optim
-from harness.engines.base.planned import evaluating
+from harness.engines.base.plain import evaluating
 from harness.engines.base.sharded import data_parallel_mesh, grid_mesh
 from harness.engines.protocol import TORCH_DTYPES, Engine, Microbatch, Ranks, Scaled, Seen, State, Workload
 from harness.fsdp import MixedPrecisionPolicy, create_state, fully_shard_model, fully_shard_optimizer

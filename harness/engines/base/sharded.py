@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from harness.config.derived import microbatches_per_rank
 from harness.config.schema import Config
 from harness.engines import optim
-from harness.engines.base.planned import end_step, evaluating, scales_of, shadow_weights, uncast
+from harness.engines.base.plain import end_step, evaluating, scales_of, shadow_weights, uncast
 from harness.engines.protocol import TORCH_DTYPES, Engine, Microbatch, Ranks, Seen, State, Workload
 from harness.fsdp import TpShard, create_state
 from harness.probe.step_checks.pieces import Piece
