@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Protocol
 
 import numpy as np
@@ -87,8 +87,7 @@ def own_source(data: DataConfig) -> Source:
     """Raises `ValueError`: `data.target` names no source."""
     if data.target is None:
         raise ValueError("data=ext needs data.target=package.module:Class")
-    module, _, name = data.target.partition(":")
-    source: Source = getattr(import_module(module), name)(data)
+    source: Source = resolve_name(data.target)(data)
     return source
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
 import torch
@@ -80,8 +80,7 @@ def own_class(config: OptimizerConfig) -> Callable[..., torch.optim.Optimizer]:
     """Raises `ValueError`: `optimizer.target` names no class."""
     if config.target is None:
         raise ValueError("optimizer=ext needs optimizer.target=package.module:Class")
-    module, _, name = config.target.partition(":")
-    found: Callable[..., torch.optim.Optimizer] = getattr(import_module(module), name)
+    found: Callable[..., torch.optim.Optimizer] = resolve_name(config.target)
     return found
 
 

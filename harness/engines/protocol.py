@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import NamedTuple, Protocol
 
 import torch
@@ -253,6 +253,5 @@ def engine_class(name: EngineName, adapter: str | None = None) -> type[Engine]:
     """Raises `ValueError`: engine=ext without an adapter."""
     if name is EngineName.ext and adapter is None:
         raise ValueError("engine=ext needs engine.adapter=package.module:Class")
-    module, _, attribute = (adapter if name is EngineName.ext and adapter else ENGINES[name]).partition(":")
-    found: type[Engine] = getattr(import_module(module), attribute)
+    found: type[Engine] = resolve_name(adapter if name is EngineName.ext and adapter else ENGINES[name])
     return found

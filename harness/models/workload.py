@@ -6,7 +6,7 @@ import hashlib
 import math
 import re
 from abc import ABC, abstractmethod
-from importlib import import_module
+from pkgutil import resolve_name
 
 import torch
 import torch.nn.functional as F
@@ -137,6 +137,5 @@ def workload_for(config: Config) -> TokenWorkload:
     own = config.model.family is ModelFamily.ext
     if own and config.model.target is None:
         raise ValueError("model=ext needs model.target=package.module:Class")
-    module, _, name = str(config.model.target if own else WORKLOADS[config.model.family]).partition(":")
-    workload: TokenWorkload = getattr(import_module(module), name)(config)
+    workload: TokenWorkload = resolve_name(str(config.model.target if own else WORKLOADS[config.model.family]))(config)
     return workload

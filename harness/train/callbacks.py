@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from importlib import import_module
 from numbers import Integral, Real
+from pkgutil import resolve_name
 from typing import Any
 
 from harness.config.schema import Config
@@ -139,8 +139,7 @@ class Callbacks:
 
 def made(config: Config) -> list[Callback]:
     """The user's callbacks."""
-    named = (name.partition(":") for name in config.measure.callbacks)
-    return [getattr(import_module(module), attribute)(config) for module, _, attribute in named]
+    return [resolve_name(name)(config) for name in config.measure.callbacks]
 
 
 def _number(who: str, name: str, value: Any) -> float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any
 
 from harness.config.schema import NO_FAULT, Config
@@ -23,8 +23,8 @@ AMOUNTS = {"full": 1.0, "middle": 0.1, "weak": 0.01}
 def build_session(config: Config, build: Build) -> Session:
     if config.fault.name == NO_FAULT:
         return build()
-    module, _, name = config.fault.name.rpartition(":")
-    found: Callable[[Config, Build], Session] = getattr(import_module(module or __name__), name)
+    name = config.fault.name
+    found: Callable[[Config, Build], Session] = resolve_name(name if ":" in name else f"{__name__}:{name}")
     return found(config, build)
 
 
