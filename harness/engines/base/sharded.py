@@ -12,6 +12,7 @@ The norm sums local squares in fp64 over the ranks that share one copy of the mo
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
@@ -249,22 +250,12 @@ def units_of(model: nn.Module, classes: Sequence[type[nn.Module]]) -> list[nn.Mo
     A module that shares a parameter with another is left to the root: neither wrapper takes a parameter in two units,
     and a copy would untie the weights.
     """
-    users: dict[nn.Parameter, int] = {}
-    for module in model.modules():
-        for param in module._parameters.values():
-            if param is not None:
-                users[param] = users.get(param, 0) + 1
-    found = [module for module in model.modules() if module is not model and isinstance(module, tuple(classes))]
-    return [module for module in reversed(found) if _owns_its_weights(module, users)]
+    everywhere, units = _uses(model), [each for each in model.modules() if isinstance(each, tuple(classes))]
+    return [each for each in reversed(units) if each is not model and _uses(each).items() <= everywhere.items()]
 
 
-def _owns_its_weights(module: nn.Module, users: Mapping[nn.Parameter, int]) -> bool:
-    inside: dict[nn.Parameter, int] = {}
-    for part in module.modules():
-        for param in part._parameters.values():
-            if param is not None:
-                inside[param] = inside.get(param, 0) + 1
-    return all(users[param] == count for param, count in inside.items())
+def _uses(module: nn.Module) -> Counter[nn.Parameter]:
+    return Counter(param for part in module.modules() for param in part._parameters.values() if param is not None)
 
 
 def refuse_scalars(engine: str, model: nn.Module) -> None:
