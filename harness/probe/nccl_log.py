@@ -47,10 +47,6 @@ class NcclFacts:
     def ran(self) -> set[str]:
         return {name for by in self.choices.values() for name in by}
 
-    @property
-    def tells_choices(self) -> bool:
-        return bool(self.choices)
-
     def plain(self) -> dict[str, Any]:
         return {key: value for key, value in asdict(self).items() if value not in (None, {})}
 

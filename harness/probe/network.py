@@ -62,7 +62,7 @@ def _user_buffers(config: Config, backend: str, engine: Mapping[str, str], log: 
 
 
 def _kernels(log: NcclFacts) -> str:
-    if not log.tells_choices:
+    if not log.choices:
         return "not told; launch.nccl_log=choices has NCCL tell"
     special = sorted(name for name in log.ran if name.startswith(("symmetric", "copy engine")))
     return ", ".join(special) or "none symmetric: " + ", ".join(sorted(log.ran))
@@ -80,16 +80,13 @@ def _sharp(config: Config, backend: str, log: NcclFacts | None) -> dict[str, Any
     if backend != "nccl":
         return _entry(requested, "none", "" if is_left else NO_NCCL.format(backend=backend))
     if log is None:
-        return _entry(requested, "unknown", _no_log(config))
+        kept = config.launch.nccl_log is not NcclLog.none
+        no_log = "NCCL left no log" if kept else "launch.nccl_log=none keeps no log to read it from"
+        return _entry(requested, "unknown", no_log)
     found = _found(log)
     missing = [WHY_MISSING[kind] for kind in wanted if kind not in found]
     entry = _entry(requested, "+".join(found) or "none", "; ".join(missing))
-    return entry | ({"ran": sorted(log.ran)} if log.tells_choices else {})
-
-
-def _no_log(config: Config) -> str:
-    kept = config.launch.nccl_log is not NcclLog.none
-    return "NCCL left no log" if kept else "launch.nccl_log=none keeps no log to read it from"
+    return entry | ({"ran": sorted(log.ran)} if log.choices else {})
 
 
 def _found(log: NcclFacts) -> list[str]:
