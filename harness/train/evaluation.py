@@ -6,7 +6,7 @@ They are the same in every evaluation and layout, and training has the bits that
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -38,7 +38,8 @@ class Evaluation:
         self.loader = Loader(config, session.ranks.data_rank)
         self.batches = held_out_batches(session.config, self.loader.source.num_sequences)
         before = read_metrics(session.run_dir / "metrics.jsonl") if done and session.ranks.rank == 0 else []
-        pairs = [[each["step"], each["validation"]["loss"]] for each in before if validated(each)]
+        found = ((each["step"], (each.get("validation") or {}).get("loss")) for each in before)
+        pairs = [(step, loss) for step, loss in found if loss is not None]
         with session.meters.paused():
             self.losses = {step: float(loss) for step, loss in gather_json(pairs, session.control)[0]}
 
@@ -62,9 +63,3 @@ class Evaluation:
     def best(self, count: int) -> list[int]:
         """Steps of the lowest losses, best first."""
         return sorted(self.losses, key=lambda step: (self.losses[step], step))[:count]
-
-
-def validated(record: Mapping[str, object]) -> bool:
-    """True if a line of the record has a held-out loss."""
-    found = record.get("validation")
-    return isinstance(found, Mapping) and found.get("loss") is not None
