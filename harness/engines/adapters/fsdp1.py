@@ -143,18 +143,14 @@ class Fsdp1Engine(ShardedEngine):
             if last:
                 weight.grad = self.sums.pop(weight, None)
 
-    def _flat_elements(self) -> tuple[int, int]:
+    def _padding_elements(self) -> tuple[int, int]:
         handles = [module._handle for module in FullyShardedDataParallel.fsdp_modules(self.model)]
         flats = [handle.flat_param for handle in handles if handle is not None]
         trained = [flat for flat in flats if any(param.requires_grad for param in flat._params or ())]
-        return sum(flat.numel() for flat in flats), sum(flat.numel() for flat in trained)
-
-    def _padding_elements(self) -> tuple[int, int]:
-        weights, gradients = self._flat_elements()
-        return (
-            weights - sum(weight.numel() for weight in self.weights.values()),
-            gradients - sum(weight.numel() for weight in self.trained.values()),
+        of_all, of_trained = (
+            sum(map(torch.Tensor.numel, each)) for each in (self.weights.values(), self.trained.values())
         )
+        return sum(map(torch.Tensor.numel, flats)) - of_all, sum(map(torch.Tensor.numel, trained)) - of_trained
 
 
 class _Filler:

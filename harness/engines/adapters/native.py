@@ -84,20 +84,16 @@ class NativeEngine(Engine):
 
     def step(self, lr: float) -> float:
         """Norm before clipping; NaN where a loss scale overflowed."""
+        norm: float | Tensor
         clip = self.config.optimizer.clip_norm
-        if self.loss_scale is not None:
-            return self._scaled_step(self.loss_scale, lr, clip)
-        norm = self.model.grad_norm() if clip is None else self.model.clip_grad_norm_(clip)
         optim.set_lr(self.optimizer, lr)
-        self.optimizer.step()
+        if self.loss_scale is not None:
+            norm, self._scaled = self.loss_scale.step(clip)
+        else:
+            norm = self.model.grad_norm() if clip is None else self.model.clip_grad_norm_(clip)
+            self.optimizer.step()
         self.optimizer.zero_grad()
         return float(norm)  # here at the earliest the host waits for the device
-
-    def _scaled_step(self, scale: LossScale, lr: float, clip: float | None) -> float:
-        optim.set_lr(self.optimizer, lr)
-        norm, self._scaled = scale.step(clip)
-        self.optimizer.zero_grad()
-        return norm
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
         if self.loss_scale is not None:

@@ -80,7 +80,7 @@ class Piece:
         shape = tuple(tensor.shape)
         if not isinstance(tensor, DTensor):
             return cls(name, shape, tensor, (Block(Place.whole(shape)),))
-        chunks = _chunks(tensor)
+        chunks: list[Any] = tensor.__create_chunk_list__()
         if not chunks or not local_part(tensor).numel():
             return cls(name, shape, tensor, ())
         (chunk,) = chunks
@@ -162,11 +162,6 @@ def local_part(tensor: Tensor) -> Tensor:
     if not isinstance(tensor, DTensor):
         return tensor.detach()
     return tensor._local_tensor.detach()  # to_local() makes a graph, and of ours a whole tensor
-
-
-def _chunks(tensor: DTensor) -> list[Any]:
-    chunks: list[Any] = tensor.__create_chunk_list__()
-    return chunks
 
 
 def own_places(pieces: Iterable[Piece]) -> list[int]:
