@@ -185,7 +185,7 @@ WITHIN = slips(
         fsdp.storage.memory.BucketMemory.unit: [self._num_units % 2] => [0]
         native engine.double_buffer=true
     nothing offered: Peers read main weights of another dtype as they are
-        plan.peak._staged: if each.kept is None => if False
+        plan.peak._staged: if bucket.kept is None => if False
         native engine.prefetch=8 model.num_layers=8
     squares where they are: The norm of gradients needs no memory
         plan.peak.Ours.update: [8 * numel for numel in shards if numel < LONG] => []
