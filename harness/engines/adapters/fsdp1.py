@@ -118,7 +118,7 @@ class Fsdp1Engine(ShardedEngine):
         return Seen(self.model, self.ranks.world_size, self.compute_dtype, self.shapes)
 
     def flat_pieces(self) -> dict[str, Piece]:
-        """Those that were found first: an evaluation leaves other parameters in the modules."""
+        """Pieces as they were found first: an evaluation leaves other parameters in the modules."""
         return self._flat
 
     @cached_property
