@@ -66,7 +66,7 @@ def median_step_time(lines: Sequence[Mapping[str, Any]], summary: Mapping[str, A
         return None
     if summary.get("step") == lines[-1]["step"] and (known := (summary.get("step_time_s") or {}).get("median")):
         return float(known)
-    return statistics.median(times[1:] if lines[0]["step"] == 1 and len(times) > 1 else times)
+    return statistics.median(times[1:] if numbers(lines[:1], "step") == [1] and len(times) > 1 else times)
 
 
 def _peak(lines: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> float | None:
