@@ -15,7 +15,7 @@ from harness.store import results, show
 from harness.store.metrics import MetricsWriter
 from harness.store.rundir import RunDir
 from tests.support.factory import freeze, small_config
-from tests.support.mutants import Slip, each
+from tests.support.mutants import Slip, each, slips
 
 
 def written(path: Path, times: list[float], median: float | None = None) -> RunDir:
@@ -68,3 +68,47 @@ def test_it_is_the_median_everywhere(tmp_path: Path) -> None:
 def test_a_mutant_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     MUTANTS[name].put(monkeypatch)
     assert any(wrong_medians(tmp_path)), f"{name} survives"
+
+
+def odd_results(root: Path) -> Iterator[str]:
+    """Results that are not those of a run of three steps, the first of which warms up."""
+    freeze(small_config(train__steps=3), root)
+    with closing(MetricsWriter(root / "metrics.jsonl")) as writer:
+        for step, seconds in enumerate((8.0, 0.5, 1.5), start=1):
+            line = {"step": step, "loss": 4.0 - step, "step_time_s": seconds, "tokens": 60, "mfu": 0.25}
+            size = {"rss": 100 - step, "allocated": 10 * step, "peak_tensor_bytes": None}
+            comm = {"all_gather": {"count": 1, "bytes": step}, "all_reduce": {"count": 2, "bytes": 4}}
+            rest = {"time": {"exposed_comm_s": step / 4}, "validation": {"loss": 5.0 - step}}
+            writer.write(line | {"memory": size, "comm": comm} | rest)
+    (root / "summary.json").write_text(json.dumps({"accounted_bytes": {"weights": 3, "padding": 1}, "wall_s": 12.5}))
+    wanted = {
+        "steps_done": 3, "final_loss": 1.0, "held_out_loss": 2.0, "step_time_s": 1.0, "exposed_comm_s": 0.5,
+        "tokens_per_s": 60.0, "mfu": 0.375, "tflops_per_rank": None, "accounted_bytes": 4, "peak_bytes": 30,
+        "rss_bytes": 99, "sent_bytes": 7, "planned_peak_bytes": None, "leaves_plan": "", "wall_s": 12.5,
+    }  # fmt: skip
+    found = results.results(RunDir(root))
+    yield from (f"{name}: {found[name]}, not {value}" for name, value in wanted.items() if found[name] != value)
+
+
+ODD = slips("""
+    rates of the last step: Rates are of the last step's own time
+        store.results.rates: (last.get("step_time_s") or 0.0) / seconds => 1.0
+    the first held-out loss: The first loss on held-out data is called the newest
+        store.results.results: [-1:] => [:1]
+    the least memory: The smallest resident set is called the peak
+        store.results.results: max(numbers(lines, "memory/rss") => min(numbers(lines, "memory/rss")
+    one collective: Bytes of one kind of collective alone are counted
+        store.results.results: sum(kind["bytes"] for => max(kind["bytes"] for
+    nothing allocated: A peak is missing where only CUDA's allocator saw it
+        store.results._peak: numbers(lines, "memory/allocated") => []
+""")
+
+
+def test_results_are_what_was_recorded(tmp_path: Path) -> None:
+    assert list(odd_results(tmp_path / "s" / "run")) == []
+
+
+@pytest.mark.parametrize("name", each("ms/step", ODD))
+def test_a_wrong_result_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    ODD[name].put(monkeypatch)
+    assert any(odd_results(tmp_path / "s" / "run")), f"{name} survives"
