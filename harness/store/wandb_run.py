@@ -12,6 +12,7 @@ from typing import Any
 from harness.store import provenance
 from harness.store.errors import StoreError
 from harness.store.fields import synced
+from harness.store.files import private_folder
 from harness.store.reading import checked
 from harness.store.results import results
 from harness.store.rundir import CONFIG, RunDir, read_summary
@@ -48,10 +49,12 @@ def opened(folder: Path, mode: str, *, live: bool = False, **arguments: Any) -> 
     """A run of wandb, with its files under `folder`; it must be finished within. `settle` waits for what it sends.
 
     Offline, its file then replaces those of earlier times. Args: live: the run trains now, so that the machine's load
-    is relevant. Raises `WandbFailed` in place of any error of wandb: no network, a refused key, an invalid name.
+    is relevant. Raises `OSError`: the folder is not writable. `WandbFailed` in place of any error of wandb: no network,
+    a refused key, an invalid name.
     """
     import wandb
 
+    private_folder(folder / "wandb")
     asked = os.environ.pop(VARIABLE, None)  # `mode` has been made of it; wandb would read it again, and refuse OFFLINE
     try:
         settings = wandb.Settings(

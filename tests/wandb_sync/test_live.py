@@ -172,6 +172,7 @@ def test_the_file_is_whole_when_following_ends(tmp_path: Path, monkeypatch: pyte
     summarise(run, "done", 1)
     follow(run)
     assert asked == ["settled"]
+    assert (run.path / "wandb").stat().st_mode & 0o777 == 0o700
     assert wandb_file.summary(wandb_file.records(wandb_file.only_file(run.path)))["result/state"] == "done"
 
 
