@@ -223,16 +223,10 @@ class Repository:
 
 class Snapshot:
     def __init__(self, repository: Repository, version: Version) -> None:
-        """Write the version's files, unless present.
-
-        Raises `BadRequest`: it has no `run.py`, or Python would import another copy of the package.
-        """
+        """Write the version's files, unless present. Raises `BadRequest`: Python would import another copy of them."""
         self.version = version
         self._folder = repository.folder(version)
         self._files = repository.files(version)
-        if not (self._files / "run.py").is_file():
-            fix = "git log --diff-filter=A --format=%h -- run.py names the first commit that has it"
-            raise refuse(version.label, "has no run.py: it is older than this command line", fix=fix)
         self._check_import()
 
     def check(self, words: Sequence[str]) -> None:
