@@ -227,7 +227,7 @@ def _rows(lab: Lab) -> list[Facts]:
 
 def _row(blocks: list[Any]) -> Facts:
     config = blocks[0].config
-    exposed = [block.parts["exposed_comm_s"] for block in blocks]
+    exposed = [block.facts["parts"]["exposed_comm_s"] for block in blocks]
     return {
         "engine": config["engine"]["name"],
         "sharding": config["sharding"]["strategy"],

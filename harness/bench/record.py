@@ -5,9 +5,8 @@ from __future__ import annotations
 import hashlib
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from harness.store import checksums, provenance, status
 from harness.store.identity import repeated
@@ -27,8 +26,7 @@ Facts = dict[str, Any]
 """Flat and plain. Times are seconds, sizes bytes; None where not observed."""
 
 
-@dataclass(frozen=True)
-class Process:
+class Process(NamedTuple):
     """One timed run.
 
     facts: `run`; `arm`, a hash of the configuration without the repetition, and `block`, the repetition; `engine`,
@@ -42,21 +40,8 @@ class Process:
     facts: Facts
 
     @property
-    def run(self) -> str:
-        return str(self.facts["run"])
-
-    @property
-    def parts(self) -> Mapping[str, float | None]:
-        found: Mapping[str, float | None] = self.facts["parts"]
-        return found
-
-    @property
     def median_s(self) -> float:
         return float(statistics.median(self.facts["step_s"]))
-
-    @property
-    def disturbance(self) -> str:
-        return str(self.facts["disturbance"])
 
 
 def load(path: Path) -> Process | str:

@@ -70,7 +70,7 @@ def report(root: Path | str, study: str) -> Report:
     common = digests.most_common(1)[0][0]
     for process in processes:
         if process.origin.get("sources_digest") != common:
-            missing[process.run.partition("/")[2]] = "stale: made by other sources than most runs"
+            missing[process.facts["run"].partition("/")[2]] = "stale: made by other sources than most runs"
     processes = [process for process in processes if process.origin.get("sources_digest") == common]
     return Report(
         study=study,
@@ -168,7 +168,7 @@ def _row(arms: Mapping[str, Sequence[Process]], arm: str, reference: str | None,
         "step_s": step_s,
         "iqr_steps_s": statistics.median([spread(process.facts["step_s"]) for process in group]),
         "iqr_blocks_s": spread([process.median_s for process in group]),
-        "parts": {part: median([process.parts[part] for process in group]) for part in PARTS},
+        "parts": {part: median([process.facts["parts"][part] for process in group]) for part in PARTS},
         "tokens_per_s": last["tokens"] / step_s,
         **{key: None if value is None else round(value) for key, value in storage.items()},
         "rss_bytes": max(process.facts["rss_bytes"] for process in group),
@@ -209,10 +209,10 @@ def _splits(process: Process) -> list[Any]:
 
 def _notes(processes: Sequence[Process]) -> Iterator[str]:
     for process in processes:
-        if process.disturbance:
-            yield f"block {process.facts['block']} is disturbed: {process.run}: {process.disturbance}"
+        if process.facts["disturbance"]:
+            yield f"block {process.facts['block']} is disturbed: {process.facts['run']}: {process.facts['disturbance']}"
         if process.facts["leaves_plan"]:
-            yield f"{process.run}: {process.facts['leaves_plan']}"
+            yield f"{process.facts['run']}: {process.facts['leaves_plan']}"
     if processes[0].origin.get("sources_digest") not in (None, sources_digest()):
         yield "the sources have changed since these runs were made"
 

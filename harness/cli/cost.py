@@ -99,16 +99,17 @@ class Calibration(NamedTuple):
     def part(self, name: str, cell: Cell, plan: Plan) -> tuple[float | None, str]:
         """Seconds of a part of a step and where they come from, or why there are none."""
         part, there, here = PARTS[name], flatten(dict(self.run.config)), flatten(cell.config)
+        run, times = self.run.facts["run"], self.run.facts["parts"]
         other = [key for key in (*ALWAYS, *part.alike) if there.get(key) != here.get(key)]
         if other:
-            return None, f"not calibrated: {other[0]}={here.get(other[0])}, and {there.get(other[0])} in {self.run.run}"
-        done, to_do, times = part.amount(self.plan), part.amount(plan), self.run.parts
+            return None, f"not calibrated: {other[0]}={here.get(other[0])}, and {there.get(other[0])} in {run}"
+        done, to_do = part.amount(self.plan), part.amount(plan)
         if to_do == 0:
             return 0.0, "nothing to do"
         if not done or to_do is None or None in times.values() or part.seconds(times) <= 0:
-            return None, f"not calibrated: {self.run.run} does not tell"
+            return None, f"not calibrated: {run} does not tell"
         rate = done / part.seconds(times)
-        return to_do / rate, f"{rate:.4g} {part.unit}/s, calibrated by {self.run.run}"
+        return to_do / rate, f"{rate:.4g} {part.unit}/s, calibrated by {run}"
 
     def step(self, cell: Cell, plan: Plan) -> dict[str, Any]:
         """Seconds of a step and of its parts, each with its source; None where one is not calibrated."""
@@ -117,7 +118,7 @@ class Calibration(NamedTuple):
         found = {name: self.part(name, cell, plan) for name in PARTS}
         seconds = [each for each, _ in found.values() if each is not None]
         step_s = sum(seconds) if len(seconds) == len(found) else None
-        return {"step_s": step_s, "parts": found, "disturbance": self.run.disturbance}
+        return {"step_s": step_s, "parts": found, "disturbance": self.run.facts["disturbance"]}
 
     def table(self, cell: Cell, plan: Plan) -> list[str]:
         step = self.step(cell, plan)
@@ -129,5 +130,5 @@ class Calibration(NamedTuple):
     @property
     def caveats(self) -> list[str]:
         """Other work of the machine while the constants were taken."""
-        found = self.run.disturbance
-        return screen.fold(f"{self.run.run} was disturbed: {found}", screen.width(), screen.INDENT) if found else []
+        run, found = self.run.facts["run"], self.run.facts["disturbance"]
+        return screen.fold(f"{run} was disturbed: {found}", screen.width(), screen.INDENT) if found else []

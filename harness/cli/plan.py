@@ -141,7 +141,7 @@ def tabled(cells: Sequence[Cell], plans: Sequence[Mapping[str, Any]], by: Calibr
         rows.append([cell.name, *("-" if each is None else f"{each / MIB:,.2f}" for each in numbers)])
         rows[-1] += [*([screen.ms(by.step(cell, plan)["step_s"], 2)] if by else []), fits[plan.get("fits")], moment]
     head = ["cell", "kept MiB", "peak MiB", "sent MiB a step", *(["ms a step"] if by else []), "fits", "peak at"]
-    told = [f"times: constants of {by.run.run}", *by.caveats] if by else []
+    told = [f"times: constants of {by.run.facts['run']}", *by.caveats] if by else []
     return [*screen.table(head, rows, screen.width()), *told]
 
 

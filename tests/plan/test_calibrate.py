@@ -27,7 +27,8 @@ TIMES = {
 
 def by(disturbance: str = "", **times: float | None) -> Calibration:
     config = compose(WORDS).config
-    run: Any = SimpleNamespace(config=config, parts={**TIMES, **times}, run="lab/timed", disturbance=disturbance)
+    facts = {"parts": {**TIMES, **times}, "run": "lab/timed", "disturbance": disturbance}
+    run: Any = SimpleNamespace(config=config, facts=facts)
     return Calibration(run, planned(config))
 
 
