@@ -36,6 +36,7 @@ TOLD = (
     ("engine", "engine", "{engine}"),
 )
 """Name, needed fact and text of what is shown of a run's results; texts of one name make one line."""
+NODES = (("on", "SLURM_JOB_NODELIST"), ("partition", "SLURM_JOB_PARTITION"))
 
 
 def show(run: RunDir, jobs: JobProbe | None = None) -> str:
@@ -57,21 +58,27 @@ def _attempts(numbers: Sequence[int]) -> str:
 
 
 def _shown(run: RunDir, jobs: JobProbe | None) -> str:
-    found = status.effective(run.path, jobs)
-    lines = [
-        str(run.path),
-        _field("signature", run.signature()),
-        _field("state", "new, never started" if found is None else f"{found.state.value}: {found.reason}"),
-        *_job(run, found),
-        _field("attempts", _attempts(run.attempts())),
-        *([_field("wandb", found.wandb)] if found is not None and found.wandb else []),
-        *([_field("record", condition)] if (condition := checksums.condition(run.path)) else []),
-        *(_field("asked", override) for override in run.overrides()),
-        *([_field("notes", notes)] if (notes := run.config().get("notes")) else []),
-        *_origin(run),
-        *_progress(run),
-    ]
-    return "\n".join([*lines, *_report(run, found)])
+    found, facts = status.effective(run.path, jobs), provenance.read(run.path)
+    place = facts.get("environment", {})
+    nodes = [f"{word} {place[name]}" for word, name in NODES if name in place]
+    machine = [", ".join(dict.fromkeys(facts.get("hosts", ()))), facts.get("cpu_model"), facts.get("device")]
+    fields = {
+        "signature": run.signature(),
+        "state": "new, never started" if found is None else f"{found.state.value}: {found.reason}",
+        "job": ", ".join([found.job, *nodes]) if found and found.job else "",
+        "attempts": _attempts(run.attempts()),
+        "wandb": found.wandb if found else "",
+        "record": checksums.condition(run.path),
+        "asked": " ".join(run.overrides()),
+        "notes": run.config().get("notes"),
+        "code": _code(facts) if facts else "",
+        "stale": "the sources that can change its numbers are others now" * provenance.is_stale(run.path),
+        "versions": ", ".join(f"{name} {version}" for name, version in facts.get("versions", {}).items()),
+        "machine": "; ".join(map(str, machine)) if "hosts" in facts else "",
+        **_progress(run),
+    }
+    lines = [line for name, text in fields.items() if text for line in _field(name, text)]
+    return "\n".join([str(run.path), *lines, *_report(run, found)])
 
 
 def _report(run: RunDir, found: status.Status | None) -> list[str]:
@@ -80,50 +87,25 @@ def _report(run: RunDir, found: status.Status | None) -> list[str]:
     try:
         report = read_text(run.attempt_dir(found.attempt) / REPORT)
     except StoreError as error:
-        return [_field("report", error)]
+        return _field("report", error)
     return [] if report is None else ["", report.rstrip()]
 
 
-def _job(run: RunDir, found: status.Status | None) -> list[str]:
-    if found is None or not found.job:
-        return []
-    facts = provenance.read(run.path).get("environment", {})
-    where = {"on": facts.get("SLURM_JOB_NODELIST"), "partition": facts.get("SLURM_JOB_PARTITION")}
-    places = "".join(f", {name} {value}" for name, value in where.items() if value)
-    return [_field("job", f"{found.job}{places}")]
+def _field(name: str, text: object) -> list[str]:
+    return screen.fold(f"  {name:<10} {text}", screen.width(), " " * 13)
 
 
-def _field(name: str, value: object) -> str:
-    return "\n".join(screen.fold(f"  {name:<10} {value}", screen.width(), " " * 13))
-
-
-def _origin(run: RunDir) -> list[str]:
-    facts = provenance.read(run.path)
-    if not facts:
-        return []
-    git = facts.get("git") or {}
+def _code(facts: Mapping[str, Any]) -> str:
     if (series := facts.get(provenance.SERIES)) is not None:
         named = ", ".join(f"{name} is {column}" for name, column in series["columns"].items())
-        return [_field("code", f"another program; {series['kind']} file {series['file']}: {named}")]
+        return f"another program; {series['kind']} file {series['file']}: {named}"
     if provenance.WATCHED in facts:
-        return [_field("code", "another program, whose loop harness.capture recorded"), *_machine(facts)]
-    code, dirty = git["sha"][:12] if git else "no repository", bool(git.get("dirty"))
-    lines = [_field("code", code + " with local changes (diff.patch)" * dirty)]
-    if provenance.is_stale(run.path):
-        lines.append(_field("stale", "the sources that can change its numbers are others now"))
-    return [*lines, *_machine(facts)]
+        return "another program, whose loop harness.capture recorded"
+    git = facts.get("git") or {}
+    return (git["sha"][:12] if git else "no repository") + " with local changes (diff.patch)" * bool(git.get("dirty"))
 
 
-def _machine(facts: Mapping[str, Any]) -> list[str]:
-    versions = facts.get("versions", {})
-    lines = [_field("versions", ", ".join(f"{name} {version}" for name, version in versions.items()))]
-    if "hosts" in facts:
-        hosts = ", ".join(dict.fromkeys(facts["hosts"]))
-        lines.append(_field("machine", f"{hosts}; {facts.get('cpu_model')}; {facts.get('device')}"))
-    return lines
-
-
-def _progress(run: RunDir) -> list[str]:
+def _progress(run: RunDir) -> dict[str, str]:
     summary = read_summary(run) or {}
     facts = results(run) | {"steps": run.setting("train.steps"), "final_weights": summary.get("final_weights")}
     facts["ms"] = 1e3 * (facts["step_time_s"] or 0.0)
@@ -134,17 +116,17 @@ def _progress(run: RunDir) -> list[str]:
     for name, needed, text in TOLD:
         if facts.get(needed):
             told.setdefault(name, []).append(text.format_map(facts))
-    return [*(_field(name, ", ".join(texts)) for name, texts in told.items()), *_network(summary)]
+    return {name: ", ".join(texts) for name, texts in told.items()} | _network(summary)
 
 
-def _network(summary: Mapping[str, Any]) -> list[str]:
+def _network(summary: Mapping[str, Any]) -> dict[str, str]:
     """Requested and effective settings of NCCL: `auto -> none (why)`."""
-    lines = []
+    told = {}
     for name, entry in (summary.get("network") or {}).items():
         if name != "nccl" and (entry["requested"] not in ("none", "default") or entry["effective"] != "none"):
             reason = f" ({entry['reason']})" if entry.get("reason") else ""
-            lines.append(_field(name, f"{entry['requested']} -> {entry['effective']}{reason}"))
-    return lines
+            told[name] = f"{entry['requested']} -> {entry['effective']}{reason}"
+    return told
 
 
 ALIKE = "no difference in configuration, sources, versions or machine"

@@ -24,7 +24,7 @@ def told(path: Path, **planned: int) -> list[str]:
     freeze(small_config(train__steps=9), path)
     path.joinpath("metrics.jsonl").write_text('{"step": 9, "comm": {"all_reduce": {"count": 1, "bytes": 64}}}\n')
     path.joinpath("summary.json").write_text(json.dumps(SUMMARY | {"planned": SUMMARY["planned"] | planned}))
-    return [" ".join(line.split()) for line in _progress(RunDir(path))]
+    return [f"{name} {text}" for name, text in _progress(RunDir(path)).items()]
 
 
 def test_the_plan_of_a_timed_run_stands_beside_what_was_measured(tmp_path: Path) -> None:
