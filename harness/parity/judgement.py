@@ -279,48 +279,40 @@ class Judgement:
     def _placed(self, kinds: list[list[Finding]]) -> list[list[Finding]]:
         """Findings placed at their stage, as near as is known.
 
-        At captured steps: the reduction where local gradients agree, and later stages where only the norm differs.
+        Gradients of captured steps: in the reduction where local ones agree; since any stage of an uncaptured step
+        before; those of step 1 maybe since the forward. A watch sees them when they are clipped.
         """
         wrong = [f for kind in kinds for f in kind if f.stage is Stage.gradient and f.grade is not Grade.ok]
         summed = {f.step for f in wrong if f.check != trajectory.NORM and f.since is None} & self.pairs.keys()
-        places = {step: self._place(step) for step in summed if step is not None}
+        alike = {step: self._locally_equal(step, self.push) for step in summed if step is not None}
         own = [(f.step, f.stage) for kind in self.alone for f in kind if f.grade is not Grade.ok]
 
         def place(finding: Finding) -> Finding:
-            step = finding.step
+            step, since = finding.step, finding.since
             if finding.grade is Grade.ok or step is None:
                 return finding
-            if finding.stage is Stage.gradient and finding.since is None and step in self.pairs:
-                finding = self._arisen(finding, places.get(step, Stage.clipping))
+            stage = finding.stage
+            if stage is Stage.gradient and since is None and step in self.pairs:
+                if step not in alike:
+                    stage = Stage.clipping
+                elif alike[step]:
+                    stage, since = self._taken, None if self._taken is Stage.reduction else Stage.reduction
+                elif step > 1 and step - 1 not in self.pairs:
+                    stage, since = Stage.optimizer, Stage.weights
+                elif step == 1 and forward.parts(self.arm, self.control):
+                    since = Stage.forward
             elif step > 1 and finding.check == trajectory.NORM:
-                finding = replace(finding, since=Stage.forward, stage=Stage.optimizer)
-            if finding.since is None:
-                return finding
-            return every_step.narrowed(finding, every_step.cleared((self.arm, self.control), step, own))
+                stage, since = Stage.optimizer, Stage.forward
+            found = replace(finding, stage=stage, since=since)
+            if since is None:
+                return found
+            return every_step.narrowed(found, every_step.cleared((self.arm, self.control), step, own))
 
         return [[place(finding) for finding in kind] for kind in kinds]
 
     @property
     def _taken(self) -> Stage:
-        """A watch sees gradients when they are clipped."""
         return Stage.clipping if comparable.is_one(self.arm, self.control) else Stage.reduction
-
-    def _place(self, step: int) -> Stage:
-        return Stage.reduction if self._locally_equal(step, self.push) else Stage.gradient
-
-    def _arisen(self, finding: Finding, stage: Stage) -> Finding:
-        """Finding in `stage`, or since any stage of an uncaptured step before, if the gradients themselves differ.
-
-        Those of step 1 may differ by its forward.
-        """
-        step = finding.step or 1
-        if stage is Stage.gradient and step == 1 and forward.parts(self.arm, self.control):
-            return replace(finding, stage=stage, since=Stage.forward)
-        if stage is Stage.gradient and step > 1 and step - 1 not in self.pairs:
-            return replace(finding, stage=Stage.optimizer, since=Stage.weights)
-        if stage is Stage.reduction and self._taken is not stage:
-            return replace(finding, stage=self._taken, since=stage)
-        return replace(finding, stage=stage)
 
     @cached_property
     def _sketched(self) -> Apart | None:
@@ -345,13 +337,13 @@ class Judgement:
 
     @cached_property
     def one_sided(self) -> list[Finding]:
-        asked = [set(run.config["measure.capture_steps"]) for run in (self.arm, self.control)]
+        runs = (self.arm, self.control)
+        asked = [set(run.config["measure.capture_steps"]) for run in runs]
         missing = (self.arm.captures.keys() ^ self.control.captures.keys()) & asked[0] & asked[1]
         note = "raise measure.capture_limit_mib, or run it again"
         told = partial(fact, "gradients captured", Stage.record, wrong=Grade.doubt, note=note)
-        said = {True: "captured", False: "absent"}
-        held = {step: (said[step in self.arm.captures], said[step in self.control.captures]) for step in missing}
-        return [told(*held[step], step=step) for step in sorted(missing)]
+        said = {step: ["captured" if step in run.captures else "absent" for run in runs] for step in sorted(missing)}
+        return [told(*pair, step=step) for step, pair in said.items()]
 
     def verdict(self) -> Verdict:
         bits = [finding for finding in self.bits if finding.grade is not Grade.ok]

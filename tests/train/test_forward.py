@@ -227,7 +227,7 @@ MUTANTS = slips(
     nothing of other microbatches: Forwards in other microbatches pass, whatever they give out
         parity.tiers.forward.check: for name, off in shown.items() => for name, off in ()
     no forward in fp32: A gradient of another forward is called the backward's
-        parity.judgement.Judgement._arisen: and forward.parts(self.arm, self.control) => and False
+        parity.judgement.Judgement._placed: and forward.parts(self.arm, self.control) => and False
     the norm squared: Distances are over the norm's square
         parity.tiers.forward._distances: off / math.sqrt(squares) => off / squares
     refuted on any device: Other kernels on another device are a fault
