@@ -108,15 +108,10 @@ def row(verdict: Verdict, finding: Finding) -> tuple[str, ...]:
         finding.check,
         "" if finding.step is None else str(finding.step),
         finding.tensor or "",
-        _value(finding.observed),
-        _value(finding.allowed),
+        *(each if isinstance(each, str) else f"{each:.2e}" for each in (finding.observed, finding.allowed)),
         str(finding.count),
         marks[finding.grade],
     )
-
-
-def _value(value: float | str) -> str:
-    return value if isinstance(value, str) else f"{value:.2e}"
 
 
 def _farthest(verdict: Verdict) -> tuple[str, str]:
@@ -133,18 +128,7 @@ def used(verdict: Verdict) -> tuple[float | None, str]:
 
 
 def _findings(verdict: Verdict, findings: Sequence[Finding], room: int) -> list[str]:
-    rows = [row(verdict, each) for each in findings]
-    ending = _ending([each[TENSOR] for each in rows])
-    rows = [(*each[:TENSOR], each[TENSOR].removesuffix(ending), *each[TENSOR + 1 :]) for each in rows]
-    return screen.table(HEAD, rows, room, flexible=(1, 3, 4, 5), folded=(1,))
-
-
-TENSOR = HEAD.index("tensor")
-
-
-def _ending(names: Sequence[str]) -> str:
-    found = {f".{name.rpartition('.')[2]}" for name in names if "." in name}
-    return found.pop() if len(found) == 1 and len({name for name in names if name}) > 1 else ""
+    return screen.table(HEAD, [row(verdict, each) for each in findings], room, flexible=(1, 3, 4, 5), folded=(1,))
 
 
 def _next(commands: Sequence[str]) -> list[str]:
