@@ -45,9 +45,6 @@ class GradientSync:
         self._kept: list[Kept] = []
         self._has_begun = False
         self._settled = False
-        self._watch_hooks()
-
-    def _watch_hooks(self) -> None:
         for bucket in (bucket for unit in self.units for bucket in unit.trainable):
             for index, (name, param) in enumerate(bucket.params):
                 watch(name, param, self.step, WeakHook(self._sums_elsewhere, bucket.gradients, index))

@@ -41,15 +41,12 @@ class Hooks(BackwardHooks):
         self._alone: Unit | None = None  # called outside of the model's forward
         self._num_updates = 0
         for unit in units:
-            self._watch_calls(unit)
-
-    def _watch_calls(self, unit: Unit) -> None:
-        before = WeakHook(self._root_pre_forward) if unit.is_root else WeakHook(self._pre_forward, unit)
-        after = WeakHook(self._root_post_forward) if unit.is_root else WeakHook(self._post_forward, unit)
-        self.handles.append(unit.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
-        self.handles.append(unit.module.register_forward_hook(after))
-        left = WeakHook(self._forward_left, unit)
-        self.handles.append(unit.module.register_forward_hook(left, always_call=True))
+            before = WeakHook(self._root_pre_forward) if unit.is_root else WeakHook(self._pre_forward, unit)
+            after = WeakHook(self._root_post_forward) if unit.is_root else WeakHook(self._post_forward, unit)
+            left = WeakHook(self._forward_left, unit)
+            self.handles.append(unit.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+            self.handles.append(unit.module.register_forward_hook(after))
+            self.handles.append(unit.module.register_forward_hook(left, always_call=True))
 
     def remove(self) -> None:
         for handle in self.handles:
