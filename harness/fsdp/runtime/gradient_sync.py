@@ -40,7 +40,7 @@ class GradientSync:
         self.hooks, self.weights, self.integers = hooks, weights, integers
         self.units, self.step, self.reduce, self.guard = hooks.units, hooks.step, hooks.reduce, hooks.guard
         self.usage = Usage(weights.meshes, hooks.units)
-        self.checks = (SameData(hooks.root.module, list(buckets_of(hooks.units)), weights.meshes),)
+        self.same_data = SameData(hooks.root.module, list(buckets_of(hooks.units)), weights.meshes)
         self.sharded: list[ShardedParameters] = []
         self._kept: list[Kept] = []
         self._has_begun = False
@@ -155,8 +155,7 @@ class GradientSync:
             raise self.integers.fixed.overflow(count)
         self.reduce.finish()
         self.step.finished()
-        for each in self.checks:
-            each.check()
+        self.same_data.check()
         self._install()
 
     @by_engine
