@@ -97,7 +97,8 @@ class Weights:
 
         *Collective* where tensor parallelism has cut weights of 8 bits.
         """
-        cut = [each for each in self.buckets if each.codec is not None and each.codec.shares_tiles]
+        held = ((each, each.codec.weights) for each in self.buckets if each.codec is not None)
+        cut = [bucket for bucket, weights in held if any(each.shares_tiles for each in weights)]
         if cut and self.scales is not None:
             self.scales.refresh(step_ended=False)
         self._install(cut)

@@ -33,7 +33,7 @@ from harness.fp8.tp_shards import tp_shard_here
 from harness.fsdp.comm.communicator import Communicator
 from harness.fsdp.comm.mesh import Mesh, Meshes
 from harness.fsdp.storage.cuts import Cuts
-from harness.fsdp.storage.layout import LocalSlice, Slot, contiguous_strides
+from harness.fsdp.storage.layout import LocalSlice, Slot
 from harness.fsdp.storage.placement import SHARD, Axis
 from harness.fsdp.tensor_parallel import TpShard
 
@@ -72,22 +72,14 @@ def is_marked(param: nn.Parameter) -> bool:
 class Fp8Weight:
     """One weight [out, in] with scales, or this rank's TP shard of it under tensor parallelism.
 
-    layer: of the weight, weakly. compute: its bucket, in which it begins at element `first`.
+    layer: of the weight, weakly. view: of its bucket, where it has values while that is unsharded.
     """
 
-    def __init__(
-        self,
-        layer: Callable[[], Fp8Linear | None],
-        slot: Slot,
-        compute: Tensor,
-        first: int,
-        tp_shard: TpShard,
-        device: torch.device,
-    ) -> None:
-        self._layer, self.slot, self._compute, self._first = layer, slot, compute, first
-        self.shape = (slot.spec.shape[0], slot.spec.shape[1])
+    def __init__(self, layer: Callable[[], Fp8Linear | None], slot: Slot, view: Tensor, tp_shard: TpShard) -> None:
+        self._layer, self.slot, self._view = layer, slot, view
         recipe, tile = self.layer.recipe, self.layer.recipe.weights.tile
-        self.scales = TileScales(tile, self.shape, recipe.weights.format, recipe.scaling, device)
+        shape = slot.spec.shape[0], slot.spec.shape[1]
+        self.scales = TileScales(tile, shape, recipe.weights.format, recipe.scaling, view.device)
         self.shares_tiles = not tp_shard.is_whole and (tile.columns if tp_shard.dim else tile.rows) is None
         self.layer.encoded_weight = self
 
@@ -98,9 +90,7 @@ class Fp8Weight:
         return found
 
     def __call__(self) -> Quantized:
-        first = self._compute.storage_offset() + self._first
-        view = self._compute.as_strided(self.shape, contiguous_strides(self.shape), first)
-        return Quantized(view, self.scales.inverse.float(), self.scales.tile)
+        return Quantized(self._view, self.scales.inverse.float(), self.scales.tile)
 
     def maxima(self, values: Tensor, start: int) -> Tensor:
         return self.scales.maxima(values, start).view(-1)
@@ -117,17 +107,16 @@ class Fp8Weight:
 
 
 class Fp8Codec:
-    """Quantizes the weights of one bucket, `compute`, each marked by `mark_weights`.
+    """Quantizes the weights of one bucket, each marked by `mark_weights`. views: of these in the unsharded bucket.
 
-    shares_tiles: a scale also depends on other ranks of the tensor-parallel axis. scale_bytes: of scales, on every
-    rank. ValueError for a dtype of main weights that is not quantized.
+    ValueError for a dtype of main weights that is not quantized.
     """
 
     def __init__(
         self,
         params: Sequence[tuple[str, nn.Parameter]],
         cuts: Cuts,
-        compute: Tensor,
+        views: Sequence[Tensor],
         tp_shards: Mapping[str, TpShard],
         main: torch.dtype,
     ) -> None:
@@ -136,15 +125,15 @@ class Fp8Codec:
                 f"main_params_dtype={main} cannot be quantized to 8 bits: FP8 layers take main weights of"
                 f" {', '.join(str(each) for each in WIDENED)}"
             )
-        self.cuts, self.dtype, device = cuts, compute.dtype, compute.device
+        self.cuts, self.dtype = cuts, views[0].dtype
         self.weights = [
-            Fp8Weight(getattr(param, LAYER), slot, compute, cuts.layout.bucket_range(slot)[0], tp_shards[name], device)
-            for slot, (name, param) in zip(cuts.layout.slots, params, strict=True)
+            Fp8Weight(getattr(param, LAYER), slot, view, tp_shards[name])
+            for slot, view, (name, param) in zip(cuts.layout.slots, views, params, strict=True)
         ]
-        self.shares_tiles = any(each.shares_tiles for each in self.weights)
 
     @property
     def scale_bytes(self) -> int:
+        """Of scales, on every rank."""
         return sum(each.scales.nbytes for each in self.weights)
 
     def local(self, shards: Sequence[Tensor]) -> Iterator[tuple[Fp8Weight, Tensor, LocalSlice]]:

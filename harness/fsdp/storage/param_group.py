@@ -108,7 +108,7 @@ class ParamGroup:
         self._build_main_weights()
         self.codec: Fp8Codec | None = None  # makes compute weights of main weights; None: a cast does
         if self.key.fp8:
-            self.codec = Fp8Codec(self.params, self.cuts, self.compute, self.tp_shards, dtypes.main)
+            self.codec = Fp8Codec(self.params, self.cuts, self.views.unsharded, self.tp_shards, dtypes.main)
         trained = [param for _, param in self.params]
         self.gradients = (
             Gradients(self.name, trained, self.cuts, self.placements, dtypes, self.plan) if self.trainable else None
@@ -172,7 +172,7 @@ class ParamGroup:
         self.kept = self.compute if self.is_resident else None
         if self.placements.resting_weights_are_kept and not self.is_resident:
             self.kept = memory.weights(self.cuts.numel(resting), dtype, self.mesh.gather.shm)
-        self.views.build(views_of(self.compute, self.layout))
+        self.views.unsharded = views_of(self.compute, self.layout)
         if not self.is_resident:
             memory.empty(self.compute)
 
@@ -250,7 +250,7 @@ class ParamGroup:
         """Drop gathered weights; nobody can read the parameters then."""
         self.is_whole = False
         if self.memory.renew(self.compute):
-            self.views.build(views_of(self.compute, self.layout))
+            self.views.unsharded = views_of(self.compute, self.layout)
         self.memory.free(self.compute)
         self.point_at_weights()
 

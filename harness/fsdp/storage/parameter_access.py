@@ -154,7 +154,7 @@ class ParameterViews:
         self._params = params
         # where torch itself counts the edits of all
         self._bare = [] if any(isinstance(param, DTensor) for _, param in params) else [param for _, param in params]
-        self._views: list[Tensor] = []
+        self.unsharded: list[Tensor] = []
         self._pointed_at: list[Tensor] = []
         self._versions: list[int] = []
         # a weak reference to the bucket's `ShardedParameters`, once the model is built
@@ -162,15 +162,12 @@ class ParameterViews:
         for name, param in params:
             setattr(param, HOME, (name, unit))
 
-    def build(self, views: list[Tensor]) -> None:
-        self._views = views
-
     @by_engine
     def point(self) -> None:
-        if self._pointed_at is not self._views:
-            self._pointed_at = self._views
+        if self._pointed_at is not self.unsharded:
+            self._pointed_at = self.unsharded
             point = put_data if self._bare else point_at
-            for (_, param), target in zip(self._params, self._views, strict=True):
+            for (_, param), target in zip(self._params, self.unsharded, strict=True):
                 point(param, target)
 
     @property
@@ -181,7 +178,7 @@ class ParameterViews:
     def check_untouched(self) -> None:
         if self._bare and all(map(_is_same, self._bare, self._pointed_at)):
             return
-        for (name, param), view in zip(self._params, self._views, strict=True):
+        for (name, param), view in zip(self._params, self.unsharded, strict=True):
             if not _is_same(values_here(param), view):
                 raise RuntimeError(
                     f"parameter {name} was changed after sharding: its data is no longer the engine's (cast, moved,"
