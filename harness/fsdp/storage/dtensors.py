@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -45,7 +44,7 @@ class DTensorFactory:
 
     def __init__(self, buckets: Sequence[ParamGroup]) -> None:
         self._meshes: dict[tuple[int, tuple[str, ...]], DeviceMesh] = {}
-        self._found: WeakKeyDictionary[ParamGroup, dict[str, tuple[Placement, ...]]] = WeakKeyDictionary()
+        self._found: dict[str, tuple[Placement, ...]] = {}  # by the name of a parameter
         for bucket in (each for each in buckets if each.tp is not None):
             self._mesh(bucket)
 
@@ -67,8 +66,7 @@ class DTensorFactory:
         return DTensor.from_local(view, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
 
     def _placements(self, bucket: ParamGroup, slot: Slot) -> tuple[Placement, ...]:
-        found = self._found.setdefault(bucket, {})
-        if slot.spec.name not in found:
+        if slot.spec.name not in self._found:
             tp_shard, axes = bucket.tp_shard_of(slot), _axes(bucket)
             tensor: Placement = Replicate() if tp_shard.dim is None else Shard(tp_shard.dim)
             others = [tensor if axis == "tensor" else Replicate() for axis in axes]
@@ -79,8 +77,8 @@ class DTensorFactory:
                     lambda: [_rows(slot, cuts.layout.local_slice(slot, each)) for each in _positions(cuts, mesh)],
                     slot.spec.name,
                 )
-            found[slot.spec.name] = tuple(others)
-        return found[slot.spec.name]
+            self._found[slot.spec.name] = tuple(others)
+        return self._found[slot.spec.name]
 
     def _mesh(self, bucket: ParamGroup) -> DeviceMesh:
         axes = _axes(bucket)

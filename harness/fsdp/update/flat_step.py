@@ -216,9 +216,12 @@ class FlatStep:
             made = any(held[key] is not piece.entries.get(key) for key in held) or not piece.entries
             piece.entries = held
             new += [piece] if made or held.keys() - state[piece.params[0]].keys() else []
-        self._put_in_order(found, {id(param) for piece in new for param in piece.params})
         for piece in new:
             self._bind(piece)
+        state.update(found)
+        params = [param for group in self.optimizer.param_groups for param in group["params"] if new or found]
+        for param in (each for each in params if each in state):  # in their order, whatever pieces lie here
+            state[param] = state.pop(param)
         if new:
             self._count()
         else:
@@ -226,15 +229,6 @@ class FlatStep:
                 counter.tell_params()
         if new or self._signature is None:
             self._signature = self._sign()
-
-    def _put_in_order(self, found: dict[Tensor, Any], made_for: set[int]) -> None:
-        state = self.optimizer.state
-        for group in self.optimizer.param_groups if made_for or found else ():
-            for param in group["params"]:
-                if id(param) in made_for:
-                    state[param]
-                elif param in found:
-                    state[param] = found[param]
 
     def _bind(self, piece: Piece) -> None:
         assert self.moments is not None

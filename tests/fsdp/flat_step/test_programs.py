@@ -34,7 +34,6 @@ def test_programs_do_what_they_do_on_one_process(stage: int, name: str) -> None:
     assert not outcomes(stage, STAGES[stage].index(name) % BATCHES)[name]
 
 
-Step = flat_step.FlatStep
 WITH_WHOLE_WEIGHTS = frozenset({"fused kernels unseen", "given gradients stay"})
 MUTANTS = slips(
     r"""
@@ -85,6 +84,9 @@ MUTANTS = slips(
     frozen ones bring zeros: A parameter that was frozen between forward and backward got a gradient of zero
         fsdp.runtime.backward_hooks.BackwardHooks._gradient_arrived: if not param.requires_grad: => if False:
         frozen_after_the_forward
+    order of pieces: State is in the order of pieces, another on each rank
+        fsdp.update.flat_step.FlatStep._put_state: if each in state) => if False)
+        AdamW
     any class: A class with its own step gets flat pieces
         fsdp.update.rules.moments_of: all( => any(
         subclass with its own step
@@ -117,16 +119,6 @@ MUTANTS = slips(
         forgotten_inside_no_sync
     """
 ) | {
-    "order of pieces": (
-        Slip(
-            Step,
-            "_put_in_order",
-            "if id(param) in made_for:\n                state[param]\n            elif",
-            "if",
-            "State is in the order of pieces, another on each rank",
-        ),
-        "AdamW",
-    ),
     "kernels are saved": (
         Slip(flat_step, "KERNELS", "", lambda _: (), "What is saved names kernels that the engine has chosen"),
         "state_of_groups_in_another_order",
