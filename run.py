@@ -36,6 +36,7 @@ from harness.cli.main import request_help
 from harness.config.catalog import ROOT
 from harness.config.compose import Cell, compose, compose_cell, register
 from harness.config.errors import refuse
+from harness.config.hydra_settings import check_hydra
 from harness.store import commands
 from harness.store.rank_place import STOP_SIGNALS, RankPlace, rank_place
 from harness.store.screen import unfiltered
@@ -52,6 +53,7 @@ def train(cfg: DictConfig) -> float | None:
         return run_job(cfg)
     overrides = list(HydraConfig.get().overrides.task)
     try:
+        check_hydra(HydraConfig.get(), multirun=False)
         raise SystemExit(carry_out([compose_cell(cfg, overrides)]))
     except REQUEST_ERRORS as error:  # Hydra would announce it before we can explain it
         raise SystemExit(_told(error, overrides)) from None

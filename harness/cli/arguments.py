@@ -14,7 +14,7 @@ from harness.config import catalog
 from harness.config.doc import settings
 from harness.config.errors import BadRequest, refuse
 from harness.config.hints import explain_key
-from harness.config.overrides import SWEEPER, Asked, hydra_words, no_flag, read_overrides, typed_value
+from harness.config.overrides import check_overrides, hydra_words, no_flag, typed_value
 from harness.store import commands
 
 
@@ -27,8 +27,6 @@ class Arguments:
 
     shows: bool
     help: bool = False
-    asked: Asked | None = None
-    """Settings for Hydra; None where Hydra is only asked about itself."""
 
     @property
     def starts_nothing(self) -> bool:
@@ -39,9 +37,7 @@ class Arguments:
         """Flags first: argparse takes overrides on one side of a flag only."""
         own = catalog.own_folder()
         folder = [] if own is None else ["--config-dir", str(own)]
-        ours = self.asked is not None and self.asked.sweeper == SWEEPER
-        sweeper = [f"hydra/sweeper={SWEEPER}"] if ours else []
-        return [*self.flags, *folder, *hydra_words(self.overrides), *sweeper]
+        return [*self.flags, *folder, *hydra_words(self.overrides)]
 
 
 def read_arguments(argv: Sequence[str], implied: Sequence[str] = ()) -> Arguments:
@@ -65,19 +61,15 @@ def read_arguments(argv: Sequence[str], implied: Sequence[str] = ()) -> Argument
     _consistent(parsed)
     if parsed.config_dir:
         catalog.choose_own_folder(parsed.config_dir)
-    asked = None
+    multirun = bool(parsed.multirun)
     about_hydra = bool(parsed.shell_completion or parsed.hydra_help or parsed.help or parsed.info)
     if not about_hydra:
-        words, asked = read_overrides(overrides, multirun=parsed.multirun)
-        typed = {word.key for word in words}
+        multirun = multirun or "hydra.mode=MULTIRUN" in overrides
+        draws = multirun and "hydra/sweeper=basic" not in overrides
+        typed = {word.key for word in check_overrides(overrides, multirun=multirun, draws=draws)}
         overrides += [text for text in implied if text.partition("=")[0] not in typed]
     shows = about_hydra or bool(parsed.cfg)
-    if asked is not None and asked.draws and typed_value(overrides, "launch.dry_run", False):
-        problem = f"trains nothing, and hydra/sweeper={asked.sweeper} draws values by what was trained"
-        fix = f"leave one out; {commands.request('--cfg hydra ...')} shows it"
-        raise refuse("launch.dry_run=true", problem, fix=fix)
-    multirun = bool(parsed.multirun) if asked is None else asked.multirun
-    return Arguments(tuple(overrides), tuple(flags), multirun, parsed.frozen, shows, parsed.help, asked)
+    return Arguments(tuple(overrides), tuple(flags), multirun, parsed.frozen, shows, parsed.help)
 
 
 def _no_flag(word: str) -> BadRequest:

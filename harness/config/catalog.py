@@ -9,7 +9,6 @@ import functools
 import os
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +16,6 @@ from harness.config.capabilities import EngineName
 from harness.config.errors import BadRequest, Violation, refuse
 from harness.config.schema import Config
 from harness.store import provenance
-from harness.store.errors import StoreError
 from harness.store.reading import read_text
 from harness.store.reading_yaml import read_yaml
 from harness.store.shapes import Maybe
@@ -25,7 +23,7 @@ from harness.store.shapes import Maybe
 ROOT = provenance.ROOT
 
 STUDIES = "study"
-"""Group of studies: `sweeps/` here; `study/` in a folder of the user's own, and in this checkout's `conf/`."""
+"""Group of studies: `sweeps/` here, `study/` in a folder of the user's own."""
 
 STUDY_FILE = "from_file"
 """Hydra's name of the study that a request names (`study.cells.register`)."""
@@ -59,15 +57,6 @@ def own_folder() -> Path | None:
     return _CHOSEN[0] if _CHOSEN else _beside(Path.cwd())
 
 
-def study_path(value: str) -> Path | None:
-    """Absolute path of the file that `study=VALUE` names, by path or by its name; else None."""
-    bare = value.strip().strip("'\"")
-    if "/" in bare or bare.endswith((".yaml", ".yml")):
-        return Path(os.path.abspath(os.path.expanduser(bare)))
-    folders = [folder / STUDIES for folder in (own_folder(), ROOT / "conf") if folder is not None]
-    return next((file for each in (*folders, ROOT / "sweeps") if (file := each / f"{bare}.yaml").is_file()), None)
-
-
 @functools.cache
 def _beside(here: Path) -> Path | None:
     folder = here / "conf"
@@ -81,171 +70,99 @@ def load_catalog() -> dict[str, tuple[str, ...]]:
 
 
 def file_of(group: str, name: str) -> Path:
-    here = ROOT / "conf" / group / f"{name}.yaml"
+    here = _shipped(group) / f"{name}.yaml"
     own = own_folder()
     return here if own is None or here.exists() else own / group / f"{name}.yaml"
 
 
+def study_of(word: str) -> str | None:
+    """Name of the study that `study=NAME` chooses; None of other words."""
+    group, _, value = word.partition("=")
+    name = value.strip().strip("'\"")
+    return name if group == STUDIES and name in load_catalog()[STUDIES] else None
+
+
 @functools.cache
 def _catalog(own: Path | None) -> dict[str, tuple[str, ...]]:
-    shipped = {folder.name: _stems(folder) for folder in _folders()}
-    shipped |= {STUDIES: _stems(ROOT / "sweeps")}
-    shipped |= {"engine": tuple(sorted({*shipped["engine"], *EngineName.__members__}))}
-    found = _with(shipped, ROOT / "conf", (STUDIES,))
-    return dict(sorted((found if own is None else _with(found, own, _own_groups())).items()))
-
-
-def _with(known: dict[str, tuple[str, ...]], folder: Path, groups: Iterable[str]) -> dict[str, tuple[str, ...]]:
-    added = {group: _stems(folder / group) for group in groups}
-    hidden = [(group, name) for group, names in added.items() for name in names if name in known[group]]
+    shipped = {group: _stems(_shipped(group)) for group in _own_groups()}
+    shipped["engine"] = tuple({*shipped["engine"], *EngineName.__members__})
+    added = {group: () if own is None else _stems(own / group) for group in shipped}
+    hidden = [(group, name) for group, names in added.items() for name in names if name in shipped[group]]
     if hidden:
         raise BadRequest(
             Violation(
-                f"{folder / group / name}.yaml",
+                f"{own}/{group}/{name}.yaml",
                 f"has the name of an option that is here, {group}={name}, which would mean two things",
                 fix=f"another name, such as {group}/my_{name}.yaml",
             )
             for group, name in hidden
         )
-    return {group: tuple(sorted((*names, *added.get(group, ())))) for group, names in known.items()}
+    return {group: tuple(sorted((*shipped[group], *added[group]))) for group in sorted(shipped)}
 
 
-def _folders() -> list[Path]:
-    return [path for path in (ROOT / "conf").iterdir() if path.is_dir()]
+def is_declared(group: str, name: str) -> bool:
+    """True for an engine that only code declares: its option says its name alone."""
+    return group == "engine" and not file_of(group, name).exists()
+
+
+def _shipped(group: str) -> Path:
+    return ROOT / "sweeps" if group == STUDIES else ROOT / "conf" / group
 
 
 @functools.cache
 def _own_groups() -> tuple[str, ...]:
-    return tuple(sorted({*(folder.name for folder in _folders()), STUDIES}))
+    return tuple(sorted({STUDIES, *(path.name for path in (ROOT / "conf").iterdir() if path.is_dir())}))
 
 
 def _stems(folder: Path) -> tuple[str, ...]:
     return tuple(sorted(p.stem for p in folder.glob("*.yaml")))
 
 
-EVERYTHING = frozenset(Config.__dataclass_fields__)
+EVERYTHING = frozenset((*NULLABLE, *Config.__dataclass_fields__))
 
 _PACKAGE = re.compile(r"^\s*#\s*@package\s+(\S+)", re.MULTILINE)
+_OVERRIDE = re.compile(r"override /(\w+)(?:@\S+)?")
 
 
-class Line(NamedTuple):
-    """A line of a defaults list: `- name`, `- override /group@package: name`, `- optional group: [name, name]`.
+class Option(NamedTuple):
+    """Values of an option, and the groups that Hydra must compose for its effects on them."""
 
-    path: of a group, from the root; of an option where no names follow.
-    """
-
-    words: str
-    path: str
-    package: str
-    names: tuple[str, ...]
-
-    @property
-    def options(self) -> list[str]:
-        return [f"{self.path}/{name}" for name in self.names] or [self.path]
-
-    @property
-    def group(self) -> str:
-        return self.path if self.names else self.path.rpartition("/")[0]
-
-
-@dataclass(frozen=True)
-class OptionFile:
-    path: Path
-    group: str
-    package: str
     values: Mapping[str, Any]
-    lines: tuple[Line, ...] = ()
-    problem: str = ""
-    """Reason why the file cannot be read as a table; empty otherwise."""
-
-    @property
-    def table(self) -> dict[str, Any]:
-        """Values by group."""
-        return dict(self.values) if self.package == "_global_" else {self.package: self.values}
+    reach: frozenset[str]
 
 
-def read_file(path: Path, group: str) -> OptionFile:
-    try:
-        if not path.exists():
-            raise StoreError(f"{path} leads nowhere")
-        values, text = dict(read_yaml(path, Maybe(dict)) or {}), read_text(path) or ""
-    except StoreError as error:
-        return OptionFile(path, group, group, {}, problem=str(error))
-    package = _PACKAGE.search(text)
-    defaults = values.pop("defaults", None)
-    lines = [_line(each, group) for each in defaults] if isinstance(defaults, list) else []
-    return OptionFile(path, group, package[1] if package else group, values, tuple(lines))
-
-
-def _line(entry: object, group: str) -> Line:
-    words, names = next(iter(entry.items())) if isinstance(entry, dict) and entry else (str(entry), ())
-    path, _, package = str(words).rpartition(" ")[2].partition("@")
-    whole = path.lstrip("/") if path.startswith(("/", "hydra/")) else f"{group}/{path}"
-    return Line(str(words), whole, package, tuple(map(str, names if isinstance(names, list | tuple) else [names])))
-
-
-def files_of(group: str, name: str) -> list[OptionFile]:
-    """File of an option, and those that its defaults choose, in turn."""
-    study = study_path(name) if group == STUDIES else None
-    found: dict[Path, OptionFile] = {}
-    wanted = [(study or file_of(group, name), group)]
-    while wanted:
-        path, folder = wanted.pop()
-        if path in found or (found and not path.is_file()):
-            continue
-        found[path] = read_file(path, folder)
-        options = [each.removesuffix(".yaml").rpartition("/") for line in found[path].lines for each in line.options]
-        wanted += [(file_of(where, option), where) for where, _, option in options]
-    return [*found.values()]
-
-
-@dataclass(frozen=True)
-class Option:
-    """Values of an option, and the groups it acts on beside its own."""
-
-    group: str
-    values: Mapping[str, Any]
-    reaches: frozenset[str] = frozenset()
-
-
-def chosen_apart(chosen: Iterable[str]) -> dict[str, Option]:
-    """Options `GROUP=NAME` that act on their own group alone, and on which no other acts.
-
-    Words other than an option's plain name, and a group's second, act on everything.
-    """
-    options = {text: read_option(*text.split("=", 1)) for text in chosen}
-    groups = [option.group for option in options.values()]
-    reached = frozenset().union(*(option.reaches for option in options.values()))
-    return {
-        text: option
-        for text, option in options.items()
-        if not option.reaches and option.group not in reached and groups.count(option.group) == 1
-    }
+def chosen_apart(chosen: Iterable[str]) -> dict[str, tuple[str, Mapping[str, Any]]]:
+    """Group and values of each option `GROUP=NAME` that acts on its own group alone, and on which no other acts."""
+    options = {text: (text.partition("=")[0], read_option(*text.split("=", 1))) for text in chosen}
+    reached = frozenset().union(*(option.reach for _, option in options.values()))
+    return {text: (group, option.values) for text, (group, option) in options.items() if group not in reached}
 
 
 def read_option(group: str, name: str) -> Option:
-    if (group, name) == (STUDIES, STUDY_FILE):
-        return Option(group, {}, frozenset((group,)))
+    """Option of a plain name; other words, files of another package and unusual defaults act on everything."""
+    if group == STUDIES:
+        return Option({}, frozenset((group,)))
     if name not in load_catalog().get(group, ()):
-        return Option(group, {}, EVERYTHING)
-    declared = declared_option(group, name)
-    return _read(group, file_of(group, name)) if declared is None else Option(group, declared)
-
-
-def declared_option(group: str, name: str) -> dict[str, str] | None:
-    """Values of an option that code declares, an engine without a file in conf/; None of others."""
-    declared = group == "engine" and name in EngineName.__members__ and not file_of(group, name).exists()
-    return {"name": name} if declared else None
+        return Option({}, EVERYTHING)
+    if is_declared(group, name):
+        return Option({"name": name}, frozenset())
+    return _read(group, file_of(group, name))
 
 
 @functools.cache
 def _read(group: str, path: Path) -> Option:
-    file = read_file(path, group)
-    reached = EVERYTHING if file.package not in (group, "_global_") else frozenset()
-    if file.package == "_global_":
-        reached |= frozenset(file.values)
-    for line in file.lines:
-        reached |= {line.group}
-        if line.group != group:
-            reached = reached.union(*(read_option(line.group, name).reaches for name in line.names))
-    return Option(group, file.values, reached)
+    values, package = dict(read_yaml(path, Maybe(dict)) or {}), _PACKAGE.search(read_text(path) or "")
+    lines = values.pop("defaults", ())
+    if not (package or lines) and group in Config.__dataclass_fields__:
+        return Option(values, frozenset())
+    reach = frozenset((group, *(values if package else ())))
+    if package and package[1] != "_global_":
+        return Option({}, EVERYTHING)
+    for line in lines if isinstance(lines, list) else [lines]:
+        words, chosen = next(iter(line.items())) if isinstance(line, dict) else (line, None)
+        override = _OVERRIDE.fullmatch(str(words))
+        if override and isinstance(chosen, str):
+            reach |= read_option(override[1], chosen).reach | {override[1]}
+        elif line != "_self_":
+            return Option({}, EVERYTHING)
+    return Option({}, reach)

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, cast
 
+from hydra.conf import HydraConf
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from harness.config import own, rules
-from harness.config.catalog import ROOT, declared_option, load_catalog, own_folder
+from harness.config.catalog import ROOT, is_declared, load_catalog, own_folder
 from harness.config.doc import plain_of, tables
 from harness.config.errors import BadRequest, Violation, completed, refuse
 from harness.config.overrides import check_overrides, forbid_appending, hydra_words
@@ -65,13 +67,15 @@ def defaults() -> dict[str, Any]:
 
 @functools.cache
 def register() -> None:
+    """Give Hydra the schema, and our sweeper as the default: an option's file may choose another."""
     schema = OmegaConf.create(defaults())
     for path in tables():
         OmegaConf.set_struct(OmegaConf.select(schema, path), False)
     ConfigStore.instance().store(name="schema", node=schema, provider="harness")
-    for name in load_catalog()["engine"]:
-        if (values := declared_option("engine", name)) is not None:
-            ConfigStore.instance().store(group="engine", name=name, node=values, provider="harness")
+    for name in filter(functools.partial(is_declared, "engine"), load_catalog()["engine"]):
+        ConfigStore.instance().store(group="engine", name=name, node={"name": name}, provider="harness")
+    ours = [{"sweeper": "harness"} if "sweeper" in each else each for each in HydraConf().defaults]
+    ConfigStore.instance().store(group="hydra", name="config", node=HydraConf(defaults=ours), provider="harness")
 
 
 def compose_cell(cfg: DictConfig, overrides: Sequence[str], *, earlier: Sequence[str] = ()) -> Cell:
@@ -82,7 +86,7 @@ def compose_cell(cfg: DictConfig, overrides: Sequence[str], *, earlier: Sequence
 
     Raises `BadRequest` with every violation; nothing was written or started.
     """
-    values = unresolved(cfg)
+    values = plain(cfg, resolve=False)
     try:
         return freeze(values, overrides, earlier=earlier)
     except BadRequest as error:
@@ -101,13 +105,6 @@ def _refused(values: Mapping[str, Any], overrides: Sequence[str], words: Sequenc
     except BadRequest as error:
         return error.violations
     return ()
-
-
-def unresolved(cfg: DictConfig) -> dict[str, Any]:
-    """Plain values of a configuration without Hydra's own node; references between settings are as written."""
-    values = cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=False, enum_to_str=True))
-    values.pop("hydra", None)
-    return values
 
 
 def freeze(values: Mapping[str, Any], overrides: Sequence[str], *, earlier: Sequence[str] = ()) -> Cell:
@@ -145,18 +142,31 @@ def compose(overrides: Sequence[str] = ()) -> Cell:
 
 
 def composed(overrides: Sequence[str] = ()) -> DictConfig:
-    from hydra import compose as hydra_compose, initialize_config_dir
+    from hydra import compose as hydra_compose
 
-    register()
-    folder = own_folder()
-    path = [] if folder is None else [f"hydra.searchpath=[{quote(f'file://{folder}')}]"]
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+    with hydra_begun() as path:
         return hydra_compose("config", [*hydra_words(overrides), *path])
 
 
-def plain(cfg: DictConfig) -> dict[str, Any]:
-    """Resolved values as dicts, lists, strings, numbers, booleans and None; enums by name."""
-    return cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=True, enum_to_str=True))
+@contextmanager
+def hydra_begun() -> Iterator[list[str]]:
+    """Hydra over `conf/` outside of `run.py`, with the words that name the user's own folder."""
+    from hydra import initialize_config_dir
+
+    register()
+    folder = own_folder()
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        yield [] if folder is None else [f"hydra.searchpath=[{quote(f'file://{folder}')}]"]
+
+
+def plain(cfg: DictConfig, *, resolve: bool = True) -> dict[str, Any]:
+    """Values as dicts, lists, strings, numbers, booleans and None, enums by name; without Hydra's own node.
+
+    Args: resolve: follow references between settings, instead of leaving them as written.
+    """
+    values = cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=resolve, enum_to_str=True))
+    values.pop("hydra", None)
+    return values
 
 
 def _anchor_paths(config: Config) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from harness.config.doc import settings
@@ -77,17 +77,6 @@ def load_within(values: Mapping[str, Any]) -> tuple[Config, dict[str, Violation]
     for group, _, key in (each.path.partition(".") for each in found):
         kept[group].pop(key, None)
     return load_config(kept), {each.path: each.violation for each in found}
-
-
-def wrong_parts(values: Mapping[str, Any]) -> Iterator[Violation]:
-    """Violations in parts of a configuration, but for ranges and for interpolations, whose values are not known yet."""
-    found = read(_known(values))
-    yield from (each.violation for each in (found if isinstance(found, list) else ()) if not each.beyond)
-
-
-def _known(values: Mapping[str, Any]) -> dict[str, Any]:
-    parts = {key: _known(value) if isinstance(value, Mapping) else value for key, value in values.items()}
-    return {str(key): value for key, value in parts.items() if isinstance(value, dict) or "${" not in str(value)}
 
 
 def put(values: dict[str, Any], path: str, value: Any) -> None:

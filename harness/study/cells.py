@@ -20,10 +20,11 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 from yaml import YAMLError
 
-from harness.config.catalog import STUDY_FILE, chosen_apart, load_catalog, study_path
-from harness.config.compose import Cell, defaults, freeze, unresolved
+from harness.config.catalog import STUDIES, STUDY_FILE, chosen_apart, file_of, load_catalog, study_of
+from harness.config.compose import Cell, defaults, freeze, plain
 from harness.config.doc import as_typed
 from harness.config.errors import BadRequest, Violation, refuse
+from harness.config.hydra_settings import same_jobs
 from harness.config.overrides import MAX_SWEEP, Word, check_overrides, hydra_words
 from harness.config.schema import StudyConfig
 from harness.config.typed import put
@@ -138,17 +139,15 @@ def as_asked(words: Sequence[str]) -> list[str]:
 
 
 def register(overrides: Sequence[str]) -> None:
-    """Register the study that a request names (`study=parity_pair`, `study=./mine.yaml`), if it does.
+    """Register the study that a request names (`study=parity_pair`), if it does.
 
     Raises `StoreError`: unreadable. `BadRequest`: no YAML mapping, an empty file, or a duplicate key.
     """
     for text in overrides:
-        key, _, value = text.partition("=")
-        path = study_path(value) if key == "study" else None
-        if path is not None and path.is_file():
-            node = normalise(_read(path), path.stem)
-            _typed[f"study={STUDY_FILE}"] = text
-            ConfigStore.instance().store(group="study", name=STUDY_FILE, node=node, provider="harness")
+        if name := study_of(text):
+            node = normalise(_read(file_of(STUDIES, name)), name)
+            _typed[f"{STUDIES}={STUDY_FILE}"] = text
+            ConfigStore.instance().store(group=STUDIES, name=STUDY_FILE, node=node, provider="harness")
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -174,8 +173,8 @@ class Desired:
 class Composer:
     """Composes cells with Hydra's loader, which takes a quarter of a second for a choice of groups.
 
-    Hydra runs once for each choice among options that reach beyond their group (`Option`); values of other options are
-    put in place. `tests/study/test_cells.py` holds that Hydra gives the same.
+    Hydra runs once for each choice among options that reach beyond their group (`read_option`); values of other options
+    are put in place. `tests/study/test_cells.py` holds that Hydra gives the same.
     """
 
     def __init__(self, loader: ConfigLoader, master: DictConfig) -> None:
@@ -198,10 +197,12 @@ class Composer:
         apart = chosen_apart(chosen)
         asked = tuple(text for text in chosen if text not in apart)
         if asked not in self._composed:
-            self._composed[asked] = unresolved(self._loader.load_sweep_config(self._master, list(asked)))
+            composed = self._loader.load_sweep_config(self._master, list(asked))
+            same_jobs(self._master, composed)
+            self._composed[asked] = plain(composed, resolve=False)
         values: dict[str, Any] = copied(self._composed[asked])
-        for option in apart.values():
-            values[option.group] = copied({**defaults()[option.group], **option.values})
+        for group, own in apart.values():
+            values[group] = copied({**defaults()[group], **own})
         return values
 
 

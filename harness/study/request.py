@@ -6,22 +6,22 @@ import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from hydra import initialize_config_dir
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from harness.config import catalog
-from harness.config.catalog import files_of
-from harness.config.compose import Cell, compose_cell, plain, register
+from harness.config.catalog import STUDIES, file_of
+from harness.config.compose import Cell, compose_cell, hydra_begun, plain
 from harness.config.errors import BadRequest, refuse
+from harness.config.hydra_settings import check_hydra
 from harness.config.overrides import Word, check_overrides, hydra_words
 from harness.config.schema import Backend, StudyConfig
 from harness.config.typed import load_config
-from harness.config.words import quote
 from harness.launch.opening import is_timed
 from harness.launch.slurm.submission import in_allocation
 from harness.store import commands
@@ -52,6 +52,7 @@ def sweep(loader: ConfigLoader, master: DictConfig, arguments: Sequence[str], la
     It is recorded, so that its verdict knows every arm and its control. Raises `BadRequest`: violations of every cell;
     nothing was started.
     """
+    check_hydra(master.hydra, multirun=True)
     wanted = cells_of(loader, master, as_asked(arguments))
     first = wanted.cells[0].typed
     if any(text.startswith("study=") for text in arguments) and not first.launch.dry_run:
@@ -59,10 +60,10 @@ def sweep(loader: ConfigLoader, master: DictConfig, arguments: Sequence[str], la
         options = [] if own is None or own == Path.cwd() / "conf" else [f"--config-dir={own}"]
         typed = [*options, *as_asked(arguments)]
         write_study(Path(first.launch.root), wanted.cells, wanted.controls, typed)
-    if _is_basic(master) or first.launch.dry_run:
+    if _is_basic(master.hydra) or first.launch.dry_run:
         return carry_out(wanted.cells)
     for cell in wanted.cells:
-        _not_timed(cell, master)
+        _not_timed(cell, master.hydra)
     launch([hydra_words(cell.overrides) for cell in wanted.cells])
     return 0
 
@@ -88,8 +89,14 @@ def run_job(cfg: DictConfig) -> float | None:
     for source in hydra.runtime.config_sources:
         if source.provider == "command-line":  # in a process of the launcher's nobody has read --config-dir
             catalog.choose_own_folder(source.path)
+    check_hydra(hydra, multirun=True)
     cell = compose_cell(cfg, list(hydra.overrides.task))
-    _not_timed(cell, OmegaConf.create({"hydra": hydra}))
+    _not_timed(cell, hydra)
+    sweeper = str(hydra.runtime.choices["hydra/sweeper"])
+    if cell.typed.launch.dry_run and sweeper not in ("harness", "basic"):
+        problem = f"trains nothing, and hydra/sweeper={sweeper} draws values by what was trained"
+        fix = f"leave one out; {commands.request('--cfg hydra ...')} shows it"
+        raise refuse("launch.dry_run=true", problem, fix=fix)
     code = carry_out([cell])
     run = RunDir(Store(cell.config["launch"]["root"]).path_of(cell))
     if code:
@@ -109,12 +116,12 @@ def _objective(run: RunDir, name: str) -> float | None:
     return float(numbers[name])
 
 
-def _is_basic(master: DictConfig) -> bool:
-    return str(master.hydra.launcher.get("_target_", "")).endswith(".BasicLauncher")
+def _is_basic(hydra: Any) -> bool:
+    return str(hydra.launcher.get("_target_", "")).endswith(".BasicLauncher")
 
 
-def _not_timed(cell: Cell, master: DictConfig) -> None:
-    if is_timed(cell) and not _is_basic(master):
+def _not_timed(cell: Cell, hydra: Any) -> None:
+    if is_timed(cell) and not _is_basic(hydra):
         raise refuse(
             "measure=bench",
             "beside cells that a launcher of Hydra's runs at the same time, step times cannot be compared",
@@ -127,14 +134,11 @@ def cells_asked(words: Sequence[str]) -> tuple[Cell, ...]:
 
     Raises `BadRequest`, as `run.py` does.
     """
-    register()
+    check_overrides(words, multirun=True)
     register_study(words)
-    master_words = [text for text in words if text.startswith("study=")]
-    folder = catalog.own_folder()
-    path = [] if folder is None else [f"hydra.searchpath=[{quote(f'file://{folder}')}]"]
-    with initialize_config_dir(str(catalog.ROOT / "conf"), version_base="1.3"):
+    with hydra_begun() as path:
         loader = GlobalHydra.instance().config_loader()
-        master = loader.load_configuration("config", [*hydra_words(master_words), *path], RunMode.MULTIRUN)
+        master = loader.load_configuration("config", [*hydra_words(words), *path], RunMode.MULTIRUN)
         return cells_of(loader, master, as_asked([*words, "launch.dry_run=true"])).cells
 
 
@@ -154,7 +158,7 @@ def _study(master: DictConfig, words: Sequence[Word]) -> StudyConfig:
         return load_config({"study": plain(master.study)}).study
     except BadRequest as error:
         names = [word.values[0] for word in words if word.key == "study"]
-        file = f"{files_of('study', names[0])[0].path}: " if names else ""
+        file = f"{file_of(STUDIES, names[0])}: " if names else ""
         raise BadRequest(replace(each, subject=f"{file}{each.subject}") for each in error.violations) from None
 
 

@@ -59,8 +59,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
     asked, here = tmp_path / "my work", tmp_path / "else where"
     (asked / "conf" / "train").mkdir(parents=True)
     here.mkdir()
-    (asked / "my sweeps").mkdir()
-    (asked / "my sweeps" / "two.yaml").write_text(STUDY)
+    (asked / "conf" / "study").mkdir(parents=True)
+    (asked / "conf" / "study" / "two.yaml").write_text(STUDY)
     (asked / "conf" / "train" / "mine.yaml").write_text("defaults: [default]\nparam_norm_every: 3\n")
     (tmp_path / "bin").mkdir()
     for name in ("sbatch", "squeue", "sinfo", "scancel"):
@@ -119,7 +119,7 @@ def make(state: State | None, but: int = 0) -> Callable[[list[Cell]], None]:
 def ask(place: Place, told: Path, then: Callable[[list[Cell]], None], *more: str) -> dict[str, Any]:
     """Ask for the study as its owner does; returns cluster settings by run."""
     root = f"launch.root='{place.root}'"
-    argv = ["-m", "study='./my sweeps/two.yaml'", *OVERRIDES, "train=mine", root, *more]
+    argv = ["-m", "study=two", *OVERRIDES, "train=mine", root, *more]
     found, _ = carried_out(argv, place.asked, told, then)
     return dict(found)
 
@@ -198,13 +198,13 @@ def test_an_unfinished_study_is_asked_for_as_it_was(
     [
         pytest.param(
             Slip(studies, "asked", 'record.get("request", ())', "()"),
-            "study=two",
+            "run.py -m st",
             marks=kills("The terminal", "next: without overrides", "A study is asked for again without its cluster="),
             id="overrides",
         ),
         pytest.param(
             Slip(words, "ask_again", "if os.path.isdir(folder)", "if False"),
-            "the path of a study file",
+            "study=two: no such option",
             marks=kills(
                 "The terminal", "next: in another folder", "A study's file is looked for where the verb is typed"
             ),

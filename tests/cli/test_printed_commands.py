@@ -38,7 +38,7 @@ SLOW = ("study=engine_step_time", "study=dtype_policies", "study=stages_by_dtype
 """Of so many cells that to compose them takes more than a second; and an engine that another line imports too."""
 ELSEWHERE = (
     r"bad request:\n  (cluster\.device=cuda: this process may use \d+ CUDA devices|"
-    r"ckpt\.load=\S+: \S+ holds no checkpoint|launch\.dry_run=true: trains nothing).*"
+    r"ckpt\.load=\S+: holds no checkpoint|launch\.dry_run=true: trains nothing).*"
 )
 """Refusals that are about this machine, or about a name that stands for the reader's own."""
 SEPARATE = re.compile(r"\s+#\s")
@@ -73,8 +73,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for run in (control, arm):
         edit_json(run / "provenance.json", sources_digest=provenance.sources_digest())
     (here / "runs" / ".last").write_text(f"lab/{arm.name}\n")
-    (mine,) = re.findall(r"^```yaml mine.yaml\n(.*?)^```$", (ROOT / "docs/sweeps.md").read_text(), re.M | re.S)
-    (here / "mine.yaml").write_text(mine)
+    (mine,) = re.findall(
+        r"^```yaml conf/study/mine.yaml\n(.*?)^```$", (ROOT / "docs/sweeps.md").read_text(), re.M | re.S
+    )
+    (here / "conf" / "study").mkdir(parents=True)
+    (here / "conf" / "study" / "mine.yaml").write_text(mine)
     (here / "poison").mkdir()  # the asker's PYTHONPATH: here it holds an engine of one's own, and nothing poisonous
     (here / "poison" / "mine.py").write_text((ROOT / "tests/engines/adapter.py").read_text())
     return here
@@ -89,15 +92,15 @@ def filled(command: str, folder: Path) -> list[str]:
     meant |= {"blocks.0.attention.wv.weight": "blocks.0.w_up.weight"}
     words = [meant.get(word, word) for word in shlex.split(command)]
     runs = itertools.cycle((str(control), str(arm)) if "@last" in words else (str(arm), str(control)))
-    paths = {"=PATH": f"={folder}", "=./mine.yaml": f"={folder}/mine.yaml"}
-    for name, path in paths.items():
-        words = [word.replace(name, path) for word in words]
+    words = [word.replace("=PATH", f"={folder}") for word in words]
+    if "study=mine" in words:
+        words.append(f"--config-dir={folder}/conf")
     return [next(runs) if word == "RUN" else word for word in words]
 
 
 @pytest.fixture(scope="module")
 def asker(folder: Path) -> Iterator[Asker]:
-    with closing(Asker(folder, None)) as found:
+    with closing(Asker(folder)) as found:
         yield found
 
 

@@ -11,19 +11,19 @@ from hypothesis import example, given, strategies as st
 
 from harness.cli import arguments
 from harness.cli.main import read
-from harness.config import overrides
-from harness.config.compose import compose
 from harness.config.doc import settings
 from harness.config.errors import BadRequest
-from harness.config.hints import REPLACED_KEYS, SYNONYMS, nearest
+from harness.config.hints import SYNONYMS, nearest
 from harness.config.overrides import MAX_SWEEP, check_overrides, typed_value
 from harness.config.words import as_word, ask_again, quote
+from tests.support.composing import compose
 from tests.support.mutants import Slip, kills
 
 
 def refused(*overrides: str, multirun: bool = False) -> str:
+    """What is said of words; of a set of cells, of one with the last values."""
     with pytest.raises(BadRequest) as caught:
-        check_overrides(overrides, multirun=multirun)
+        compose([word.cells[-1] for word in check_overrides(overrides, multirun=multirun)])
     return str(caught.value)
 
 
@@ -67,27 +67,14 @@ def test_what_is_no_key_is_no_fault_of_its_value(typed: str) -> None:
         ("native", "engine=native"),
         ("train.steps", "train.steps=VALUE"),
         ("lr", "optimizer.lr=VALUE"),
+        ("model=mixtral", "model=moe"),
+        ("top_k=3", "model.experts_per_token"),
     ],
 )
 def test_a_typo_gets_the_name_that_was_meant(typed: str, meant: str) -> None:
     message = refused(typed)
     assert f"did you mean {meant}" in message or f" or {meant}" in message
     assert "+" not in message
-
-
-@pytest.mark.parametrize(
-    ("typed", "meant", "says"),
-    [
-        ("preserve_fp32_weights=true", "dtype.main_params", "dtype.main_params=fp32 keeps fp32 main weights"),
-        ("dtype.preserve_fp32_weights=true", "dtype.main_params", "dtype.main_params=fp32 keeps fp32 main weights"),
-        ("grad_reduce_in_fp32=true", "dtype.grad_comm", "dtype.main_grads what is stored"),
-        ("engine.grad_reduce_in_fp32=true", "dtype.grad_comm", "dtype.main_grads what is stored"),
-    ],
-)
-def test_a_switch_of_older_engines_gets_the_settings_that_replaced_it(typed: str, meant: str, says: str) -> None:
-    message = refused(typed)
-    assert f"did you mean {meant}" in message
-    assert says in message
 
 
 def test_nonsense_gets_the_list_instead_of_a_guess() -> None:
@@ -97,17 +84,18 @@ def test_nonsense_gets_the_list_instead_of_a_guess() -> None:
 
 
 def test_all_mistakes_are_told_at_once_in_the_order_typed() -> None:
-    message = refused("shardng=optim", "train.steps=abc", "train.stps=1", "dtype=float16", "+a=1", "~model", "", "x")
-    assert message.startswith("bad request, 8 problems:")
-    places = [message.index(part) for part in ("shardng", "train.steps=abc", "train.stps", "dtype=float16", "+a=1")]
+    message = refused("shardng=optim", "train.stps=1", "dtype=float16", "+a=1", "~model", "", "x")
+    assert message.startswith("bad request, 7 problems:")
+    places = [message.index(part) for part in ("shardng", "train.stps", "dtype=float16", "+a=1")]
     assert places == sorted(places)
+    message = refused("train.steps=abc", "train.seed=[1]", "model.tie_embeddings=maybe", "data.seq_len=0")
+    assert message.startswith("bad request, 4 problems:")
 
 
 def test_synonyms_lead_to_names_that_exist() -> None:
     from harness.config.catalog import load_catalog
 
     options = load_catalog()
-    assert set(REPLACED_KEYS) <= set(SYNONYMS)
     for word, meant in SYNONYMS.items():
         (group, _, option), (_, sign, name) = meant.partition("="), word.partition("=")
         assert option in options[group] and name not in options[group] if sign else meant in {*options, *settings()}
@@ -132,10 +120,10 @@ def test_an_axis_has_its_values_under_m_and_is_refused_without(word: str, count:
 
 
 def test_one_bad_value_of_an_axis_is_found() -> None:
-    message = refused("train.steps=5,abc,7", "sharding=optim,zero3", multirun=True)
-    assert "train.steps=abc" in message
+    message = refused("sharding=optim,zero3,no_shard", multirun=True)
     assert "sharding=zero3" in message
-    assert "train.steps=5" not in message
+    assert "sharding=optim:" not in message
+    assert "train.steps=abc" in refused("train.steps=5,abc", multirun=True)
 
 
 @pytest.mark.parametrize(
@@ -154,7 +142,6 @@ def test_axes_without_sense_are_refused_quickly(word: str) -> None:
     "word",
     [
         "hydra.run.dir=x",
-        "hydra/job_logging=none",
         "sharding@foo=optim",
         "train={steps: 5}",
         "train.steps.x=1",
@@ -233,31 +220,7 @@ def test_nearest_prefers_the_same_last_part() -> None:
     assert nearest("training.steps", settings())[0] == "train.steps"
 
 
-@pytest.mark.parametrize(
-    ("typed", "fix"),
-    [
-        ("train.steps=3 sharding=optim", "train.steps=3 sharding=optim"),
-        ("train.steps=3, sharding=optim", "train.steps=3 sharding=optim"),
-        ("train.steps=3;\tdata.path='a b'", "train.steps=3 'data.path='\"'\"'a b'\"'\"''"),
-    ],
-)
-def test_several_settings_in_one_word_are_told_apart(typed: str, fix: str) -> None:
-    with pytest.raises(BadRequest) as caught:
-        check_overrides([typed])
-    (found,) = caught.value.violations
-    assert (found.problem, found.fix) == ("is several settings in one word; write each as a word of its own", fix)
-
-
-@kills(
-    "The terminal", "two settings in one word", "Two settings in one word are met with the advice to quote them as one"
-)
-def test_one_value_made_of_two_settings_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    Slip(overrides, "_malformed", "> 1", "> 99").put(monkeypatch)
-    with pytest.raises(AssertionError):
-        test_several_settings_in_one_word_are_told_apart("train.steps=3 sharding=optim", "train.steps=3 sharding=optim")
-
-
-@pytest.mark.parametrize("typed", ["--sharding=optim", "--train.steps=3", "-sharding=optim", "--data.path=a b"])
+@pytest.mark.parametrize("typed", ["--sharding=optim", "--train.steps=3", "-sharding=optim"])
 def test_a_setting_written_as_a_flag_is_given_back_without_dashes(typed: str) -> None:
     with pytest.raises(BadRequest) as caught:
         arguments.read_arguments([typed])

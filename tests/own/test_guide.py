@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from harness.config import catalog, overrides
+from harness.config import catalog
 from harness.config.compose import composed
 from harness.config.errors import BadRequest
 from harness.config.overrides import check_overrides
 from harness.store import provenance
 from harness.worker.describe import Unusable, described
 from tests.own.guide import COMMANDS, FILES, ROOT, written
-from tests.support.mutants import Slip, kills
+from tests.support.mutants import kills
 
 pytestmark = pytest.mark.timeout(900)
 SMALL = ("train.steps=2", "train.global_batch_size=4", "train.microbatch_size=2", "train.warmup_steps=0")
@@ -111,7 +111,6 @@ WRONG = {
     "lacks materialise_buffers": ("model", "    def materialise_buffers", "    def materialize_buffers"),
     "the loss of one sequence failed: AttributeError": ("model", "self.norm(x", "self.morm(x"),
     "is int64 (16,)": ("data", "+ self.seq_len + 1]", "+ self.seq_len]"),
-    "unit_classes holds 'Block'": ("model", "(Block,)", "('Block',)"),
     "build gives NoneType": ("model", "return Model(", "Model("),
     "materialise_buffers leaves shift without a value": ("model", BUILT, BUFFERED + "pass"),
     "materialise_buffers gives shift another value than build('cpu', ...) does": (
@@ -121,7 +120,6 @@ WRONG = {
     ),
     "lacks __getitem__, so it can only be read in order": ("data", "def __getitem__", "def __iter__"),
     "has no attribute num_sequences": ("data", "self.num_sequences", "self.number"),
-    "has num_sequences=np.int64(": ("data", "(len(self.ids) - 1) // data.seq_len", "np.int64(len(self.ids) // 99)"),
     "with its entries set to zeros of the weight's shape": (
         "optimizer",
         "torch.zeros_like(weight))",
@@ -130,7 +128,6 @@ WRONG = {
     "has num_sequences=0": ("data", "(len(self.ids) - 1) // data.seq_len", "0"),
     "keeps 'exp_avg' of a weight, and declares nothing": ("optimizer", '("exp_avg",)', "()"),
     "is no torch.optim.Optimizer": ("optimizer", "Lion(torch.optim.Optimizer)", "Lion(list)"),
-    "has no hook, so nothing would call it": ("callback", "def step", "def stop"),
 }
 """What is said, of which class, after which change."""
 NAMES = {
@@ -179,9 +176,9 @@ def test_options_lie_in_a_folder_of_ones_own(tmp_path: Path, monkeypatch: pytest
     assert "mixer" in catalog.load_catalog()["model"]
     assert composed(["model=mixer"]).model.target == "my_model:Workload"
     assert composed(["experiment=words"]).optimizer.target == "my_optimizer:Lion"
-    assert catalog.study_path("shards") == tmp_path / "conf" / "study" / "shards.yaml"
-    assert catalog.study_path("parity_pair") == catalog.ROOT / "sweeps" / "parity_pair.yaml"
-    assert catalog.study_path("parity") is None
+    assert catalog.file_of("study", "shards") == tmp_path / "conf" / "study" / "shards.yaml"
+    assert catalog.file_of("study", "parity_pair") == catalog.ROOT / "sweeps" / "parity_pair.yaml"
+    assert [catalog.study_of(f"study={name}") for name in ("shards", "parity")] == ["shards", None]
     assert [word.values for word in check_overrides(["study=shards"], multirun=True)] == [("shards",)]
     (tmp_path / "hides" / "conf" / "model").mkdir(parents=True)
     (tmp_path / "hides" / "conf" / "model" / "tiny.yaml").write_text("family: llama\n")
@@ -192,28 +189,6 @@ def test_options_lie_in_a_folder_of_ones_own(tmp_path: Path, monkeypatch: pytest
     catalog._beside.cache_clear()
     assert catalog.own_folder() is None, "another program's"
     catalog._beside.cache_clear()
-
-
-def test_options_that_have_no_file_are_taken_beside_a_folder_of_ones_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Engines are made from code. `study=strategies` beside `conf/cluster/mine.yaml` was told that
-    `conf/engine/native.yaml` there leads nowhere."""
-    (tmp_path / "conf" / "cluster").mkdir(parents=True)
-    shutil.copy(ROOT / "conf" / "cluster" / "slurm.yaml", tmp_path / "conf" / "cluster" / "mine.yaml")
-    (tmp_path / "conf" / "cluster" / "gone.yaml").symlink_to(tmp_path / "nowhere")
-    monkeypatch.chdir(tmp_path)
-    asked = ["engine=native", "fault=scale_by_two", "optimizer=adamw", "cluster=mine"]
-    assert [f"{word.key}={word.values[0]}" for word in check_overrides(asked, multirun=False)] == asked
-    with pytest.raises(BadRequest, match=r"gone\.yaml leads nowhere"):
-        check_overrides(["cluster=gone"], multirun=False)
-
-
-@kills("own classes", "every file beside", "An engine's name is taken for a file in one's own conf/engine")
-def test_a_name_that_is_taken_for_a_file_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    Slip(overrides, "_file_faults", "file.problem and os.path.lexists(file.path)", "file.problem").put(monkeypatch)
-    with pytest.raises(BadRequest, match=r"native\.yaml leads nowhere"):
-        test_options_that_have_no_file_are_taken_beside_a_folder_of_ones_own(tmp_path, monkeypatch)
 
 
 def test_a_folder_without_options_is_refused(tmp_path: Path) -> None:

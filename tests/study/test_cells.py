@@ -18,6 +18,7 @@ from hydra._internal.hydra import Hydra
 from hydra.core.global_hydra import GlobalHydra
 from hydra.types import RunMode
 
+from harness.config import catalog
 from harness.config.catalog import ROOT, load_catalog, read_option
 from harness.config.compose import compose, register
 from harness.config.errors import BadRequest
@@ -30,6 +31,7 @@ from harness.study import cells
 from harness.study.cells import Composer, Desired
 from harness.study.replay import replay, replay_run
 from harness.study.request import carry_out, cells_of
+from tests.support.mutants import Slip, kills
 
 
 @contextmanager
@@ -94,13 +96,21 @@ def test_the_fast_way_gives_what_hydra_gives(hydra: Hydra) -> None:
     assert fast[len(OVERRIDES) :] == fast[: len(OVERRIDES)], "a cell leaves no trace in the next"
 
 
+@kills("the front end", "effects of an option", "A cell of a set keeps sharding and mesh that its engine rules out")
+def test_effects_that_are_left_out_are_found(hydra: Hydra, monkeypatch: pytest.MonkeyPatch) -> None:
+    old = "reach |= read_option(override[1], chosen).reach | {override[1]}"
+    Slip(catalog, "_read", old, "pass").put(monkeypatch)
+    with pytest.raises(AssertionError):
+        test_the_fast_way_gives_what_hydra_gives(hydra)
+
+
 def test_what_a_request_starts_from_reaches_nothing_else() -> None:
     """Else what replaces one of these options would leave behind what it did to another group."""
     defaults = yaml.safe_load((ROOT / "conf" / "config.yaml").read_text())["defaults"]
     begun = [next(iter(each.items())) for each in defaults if isinstance(each, dict)]
     chosen = [(group, name) for group, name in begun if group in load_catalog() and name]
     assert len(chosen) >= 16
-    assert not [f"{group}={name}" for group, name in chosen if read_option(group, name).reaches]
+    assert not [f"{group}={name}" for group, name in chosen if read_option(group, name).reach]
 
 
 def test_every_large_study_is_shipped() -> None:

@@ -14,56 +14,53 @@ def points(study: StudyConfig, *words: str) -> list[Point]:
     return expand(study, check_overrides(words, multirun=True))
 
 
-def arms(study: StudyConfig, *words: str) -> list[str]:
-    return [" ".join(point.overrides) for point in points(study, *words)]
-
-
 def test_nothing_asked_is_one_cell() -> None:
     assert points(StudyConfig()) == [Point((), None)]
 
 
-def test_axes_typed_make_a_product_in_the_order_typed() -> None:
-    assert arms(StudyConfig(), "sharding=optim,no_shard", "train.seed=1,2", "train.steps=5") == [
-        "sharding=optim train.seed=1 train.steps=5",
-        "sharding=optim train.seed=2 train.steps=5",
-        "sharding=no_shard train.seed=1 train.steps=5",
-        "sharding=no_shard train.seed=2 train.steps=5",
-    ]
+ARMS = {
+    "typed axes make a product in the order typed": (
+        StudyConfig(),
+        "sharding=optim,no_shard train.seed=1,2",
+        [f"sharding={strategy} train.seed={seed}" for strategy in ("optim", "no_shard") for seed in (1, 2)],
+    ),
+    "grid and zip multiply": (
+        StudyConfig(
+            grid={"sharding": ["optim", "no_shard"]}, zip={"train.seed": ["1", "2"], "train.steps": ["5", "6"]}
+        ),
+        "",
+        [
+            f"sharding={strategy} train.seed={n} train.steps={4 + n}"
+            for strategy in ("optim", "no_shard")
+            for n in (1, 2)
+        ],
+    ),
+    "the command line wins over base, grid and zip": (
+        StudyConfig(
+            base={"train.steps": "5", "dtype": "fp32"},
+            grid={"sharding": ["optim", "no_shard"]},
+            zip={"train.seed": ["1", "2"], "optimizer.lr": ["0.1", "0.2"]},
+        ),
+        "train.steps=7 sharding=optim_grads train.seed=3",
+        [f"dtype=fp32 optimizer.lr={rate} train.steps=7 sharding=optim_grads train.seed=3" for rate in (0.1, 0.2)],
+    ),
+    "skip_if leaves out cells that have all of a line": (
+        StudyConfig(
+            grid={"sharding": ["optim", "no_shard"], "dtype": ["fp32", "bf16"]},
+            skip_if=["sharding=no_shard dtype=bf16"],
+        ),
+        "",
+        ["sharding=optim dtype=fp32", "sharding=optim dtype=bf16", "sharding=no_shard dtype=fp32"],
+    ),
+    "replicates are an axis": (StudyConfig(replicates=2), "", ["train.replicate=0", "train.replicate=1"]),
+    "unless they are typed": (StudyConfig(replicates=2), "train.replicate=5", ["train.replicate=5"]),
+}
 
 
-def test_grid_and_zip_multiply() -> None:
-    study = StudyConfig(
-        grid={"sharding": ["optim", "no_shard"]}, zip={"train.seed": ["1", "2"], "train.steps": ["5", "6"]}
-    )
-    assert arms(study) == [
-        "sharding=optim train.seed=1 train.steps=5",
-        "sharding=optim train.seed=2 train.steps=6",
-        "sharding=no_shard train.seed=1 train.steps=5",
-        "sharding=no_shard train.seed=2 train.steps=6",
-    ]
-
-
-def test_the_command_line_wins_over_base_grid_and_zip() -> None:
-    study = StudyConfig(
-        base={"train.steps": "5", "dtype": "fp32"},
-        grid={"sharding": ["optim", "no_shard"]},
-        zip={"train.seed": ["1", "2"], "optimizer.lr": ["0.1", "0.2"]},
-    )
-    assert arms(study, "train.steps=7", "sharding=optim_grads", "train.seed=3") == [
-        "dtype=fp32 optimizer.lr=0.1 train.steps=7 sharding=optim_grads train.seed=3",
-        "dtype=fp32 optimizer.lr=0.2 train.steps=7 sharding=optim_grads train.seed=3",
-    ]
-
-
-def test_skip_if_leaves_out_cells_that_have_all_of_a_line() -> None:
-    grid = {"sharding": ["optim", "no_shard"], "dtype": ["fp32", "bf16"]}
-    study = StudyConfig(grid=grid, skip_if=["sharding=no_shard dtype=bf16"])
-    assert arms(study) == ["sharding=optim dtype=fp32", "sharding=optim dtype=bf16", "sharding=no_shard dtype=fp32"]
-
-
-def test_replicates_are_an_axis_unless_typed() -> None:
-    assert arms(StudyConfig(replicates=2)) == ["train.replicate=0", "train.replicate=1"]
-    assert arms(StudyConfig(replicates=2), "train.replicate=5") == ["train.replicate=5"]
+@pytest.mark.parametrize("name", ARMS)
+def test_arms(name: str) -> None:
+    study, words, expected = ARMS[name]
+    assert [" ".join(point.overrides) for point in points(study, *words.split())] == expected
 
 
 def test_a_control_is_its_arm_with_the_controls_overrides() -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,12 +12,12 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.types import RunMode
 
 from harness.cli.failure import REQUEST_ERRORS, explained
-from harness.config import catalog, overrides
+from harness.config import catalog
 from harness.config.compose import register
 from harness.config.errors import BadRequest
 from harness.config.overrides import check_overrides, hydra_words
 from harness.study import cells
-from harness.study.request import cells_of
+from harness.study.request import cells_asked, cells_of
 from tests.support.mutants import Slip, kills
 
 
@@ -60,8 +58,8 @@ def refusal(checkout: Path, *words: str) -> str:
         ("sweeps/mine.yaml", "margins: {1: 2}\ngrid: {train.seed: [1]}", ["study.margins.1: is not a measure"]),
         ("sweeps/mine.yaml", "grid: {sharding: [zero3]}", ["study=mine", "sharding=optim_grads_params"]),
         ("sweeps/mine.yaml", "zip: {train.seed: [1, 2], launch.root: [a, b]}", ["launch.root", "in one request"]),
-        ("conf/train/mine.yaml", "stps: 5", ["conf/train/mine.yaml: train.stps", "did you mean train.steps"]),
-        ("conf/train/mine.yaml", "steps: abc", ["conf/train/mine.yaml: train.steps", "a whole number"]),
+        ("conf/train/mine.yaml", "stps: 5", ["train.stps: train has no such setting", "did you mean train.steps"]),
+        ("conf/train/mine.yaml", "steps: abc", ["train.steps=abc", "a whole number"]),
         ("conf/train/mine.yaml", "steps: [", ["is not YAML", "mine.yaml"]),
     ],
 )
@@ -75,30 +73,19 @@ def test_a_mistake_in_a_file_names_the_file(file: str, content: str, told: list[
     assert "full_key" not in message
 
 
-@pytest.mark.parametrize(
-    ("file", "word"), [("my study.yaml", "study='./my study.yaml'"), ("conf/study/seeds.yaml", "study=seeds")]
-)
-def test_a_study_of_ones_own_is_named_by_its_path_or_in_conf(
-    file: str, word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_study_of_ones_own_is_named_in_conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As run.py asks: Hydra is told a name of ours, and what is recorded is what was typed."""
-    asked_for_by(tmp_path / file, word, monkeypatch, tmp_path)
+    asked_for_by(tmp_path / "conf/study/my seeds.yaml", "study='my seeds'", monkeypatch, tmp_path)
+    with pytest.raises(BadRequest, match=r"fix:   a file conf/study/NAME\.yaml, and study=NAME"):
+        check_overrides(["study=./mine.yaml"], multirun=True)
 
 
-def test_a_study_in_the_conf_of_the_checkout_is_named_too(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who walks docs/own.md in the checkout itself writes it there, beside the options of the other groups."""
-    asked_for_by(checkout / "conf/study/seeds.yaml", "study=seeds", monkeypatch, checkout)
-    (checkout / "conf/study/strategies.yaml").write_text("grid: {train.seed: [1]}\n")
-    catalog._catalog.cache_clear()
-    with pytest.raises(BadRequest, match="has the name of an option that is here, study=strategies"):
-        catalog.load_catalog()
-
-
-@kills("own classes", "a study in the checkout", "A study in the checkout's conf/study is no option")
-def test_a_study_that_is_not_looked_for_is_found(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    Slip(catalog, "study_path", '(own_folder(), ROOT / "conf")', "(own_folder(),)").put(monkeypatch)
+@kills("own classes", "a study in the checkout", "A study in one's own conf/study is told to Hydra as it is written")
+def test_a_study_that_is_not_made_ours_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = "_read(file_of(STUDIES, name))"
+    Slip(cells, "register", f"normalise({read}, name)", read).put(monkeypatch)
     with pytest.raises(BadRequest, match="axes, like"):
-        asked_for_by(checkout / "conf/study/seeds.yaml", "study=seeds", monkeypatch, checkout)
+        test_a_study_of_ones_own_is_named_in_conf(tmp_path, monkeypatch)
 
 
 def asked_for_by(file: Path, word: str, monkeypatch: pytest.MonkeyPatch, here: Path) -> None:
@@ -120,46 +107,21 @@ def asked_for_by(file: Path, word: str, monkeypatch: pytest.MonkeyPatch, here: P
     assert all(typed[0] in cell.overrides for cell in wanted.cells)
 
 
-@pytest.mark.parametrize("word", ["study=./mine.yml", "study=./mien.yaml", "study=mime.yaml"])
-def test_a_study_file_of_nearly_that_name_is_proposed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine.yaml").write_text("grid: {train.seed: [1]}\n")
-    folder = word.removeprefix("study=").rpartition("/")[0]
-    with pytest.raises(BadRequest, match=rf"did you mean study={folder and './'}mine\.yaml\?"):
-        check_overrides([word], multirun=True)
-
-
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        (None, "there is no file"),
+        ("# nothing\n", "the file says nothing"),
         ("- a list\n", "is a list, not a table"),
-        ("{}\n", "the file says nothing"),
         ("gird: {train.seed: [1]}\n", "mine.yaml: study.gird"),
         ("grid: {train.seed: [1]}\nbase:\n  a: 1\n  a: 2\n", "found duplicate key a"),
     ],
 )
 def test_a_study_file_that_is_none_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str | None, told: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, told: str
 ) -> None:
+    (tmp_path / "conf" / "study").mkdir(parents=True)
+    (tmp_path / "conf" / "study" / "mine.yaml").write_text(text)
     monkeypatch.chdir(tmp_path)
-    if text is not None:
-        (tmp_path / "mine.yaml").write_text(text)
-    command = [sys.executable, str(catalog.ROOT / "run.py"), "-m", "study=mine.yaml", "launch.dry_run=true"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 2, done.stdout + done.stderr
-    assert told in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-@kills(
-    "The terminal",
-    "a study's file of nearly that name",
-    "A study's path with a letter wrong gets a list of all studies",
-)
-def test_a_study_file_that_is_not_proposed_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    Slip(overrides, "_no_study_file", "difflib.get_close_matches(file.name, beside)", "[]").put(monkeypatch)
-    with pytest.raises(AssertionError):
-        test_a_study_file_of_nearly_that_name_is_proposed(tmp_path, monkeypatch, "study=./mien.yaml")
+    with pytest.raises(BadRequest) as caught:
+        cells_asked(["study=mine"])
+    assert told in str(caught.value)
