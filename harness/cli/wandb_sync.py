@@ -14,7 +14,7 @@ from harness.cli.main import path
 from harness.cli.runs import located, say_next
 from harness.config.errors import refuse
 from harness.config.schema import WandbMode
-from harness.config.wandb_mode import has_key, server, wandb_mode
+from harness.config.wandb_mode import wandb_mode
 from harness.launch.slurm.scheduler import probe
 from harness.launch.submit import runs_of
 from harness.parity import StudyVerdict
@@ -30,7 +30,7 @@ def offline_argument(parser: ArgumentParser) -> None:
 
 
 def mode_of(arguments: Namespace, verb: str, *packages: str) -> WandbMode:
-    """Raises `BadRequest`: one of the packages or a key is missing, or `WANDB_MODE` is no mode that sends."""
+    """Raises `BadRequest`: one of the packages is missing, or `WANDB_MODE` is no mode that sends."""
     try:
         mode = wandb_mode(WandbMode.offline if arguments.offline else WandbMode.online, os.environ)
     except ValueError as error:
@@ -41,9 +41,6 @@ def mode_of(arguments: Namespace, verb: str, *packages: str) -> WandbMode:
             raise refuse(verb, f"the package {name} is not installed", fix=install("wandb,analysis"))
     if mode is WandbMode.disabled:
         raise refuse(verb, "WANDB_MODE=disabled sends nothing", fix="unset WANDB_MODE")
-    if mode is WandbMode.online and not has_key(os.environ):
-        where = f"neither WANDB_API_KEY nor ~/.netrc holds a key for {server(os.environ)}"
-        raise refuse(verb, where, fix="wandb login, or --offline")
     return mode
 
 
@@ -61,7 +58,9 @@ def asking(verb: str, mode: WandbMode) -> Iterator[None]:
     try:
         yield
     except WandbFailed as error:
-        fix = "mend what it names, and try again" + ", or write files with --offline" * (mode is WandbMode.online)
+        fix = "mend what it names (wandb login?), and try again" + ", or write files with --offline" * (
+            mode is WandbMode.online
+        )
         raise refuse(verb, f"wandb failed: {error}", fix=fix) from error
 
 

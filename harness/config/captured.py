@@ -6,7 +6,7 @@ through the first rank's memory while the others wait, so `measure.capture_limit
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from harness.config.derived import optimizer_states, parameter_count
@@ -55,27 +55,21 @@ def spread(steps: int) -> tuple[int, ...]:
 
 def _chosen(cfg: Config) -> Captured:
     found = Captured((1,), num_bytes=_size(cfg, (1,), ()))
-    limit = cfg.measure.capture_limit_mib
-    for each in _parts(cfg):
-        gradients = tuple(sorted({*found.gradients, *each.gradients}))
-        updates = tuple(sorted({*found.updates, *each.updates}))
+    limit, listed = cfg.measure.capture_limit_mib, cfg.measure.update_steps
+    first, *others = spread(cfg.train.steps)
+    updated = {"the update of step 1": (first,)} if listed is None else {"the updates that are listed": listed}
+    parts: list[tuple[str, Sequence[int], Sequence[int]]]
+    parts = [(named, (), steps) for named, steps in updated.items() if steps]
+    parts += [(f"step {step}", (step,), (step,) if listed is None else ()) for step in others]
+    for named, steps, changed in parts:
+        gradients = tuple(sorted({*found.gradients, *steps}))
+        updates = tuple(sorted({*found.updates, *changed}))
         size = _size(cfg, gradients, updates)
         if size > limit * MIB:
-            said = f"with {each.left_out} it would be {size / MIB:,.0f} MiB, measure.capture_limit_mib={limit}"
+            said = f"with {named} it would be {size / MIB:,.0f} MiB, measure.capture_limit_mib={limit}"
             return found._replace(left_out=said)
         found = Captured(gradients, updates, size)
     return found
-
-
-def _parts(cfg: Config) -> Iterator[Captured]:
-    listed = cfg.measure.update_steps
-    first, *others = spread(cfg.train.steps)
-    if listed is None:
-        yield Captured(updates=(first,), left_out="the update of step 1")
-    elif listed:
-        yield Captured(updates=tuple(listed), left_out="the updates that are listed")
-    for step in others:
-        yield Captured((step,), () if listed is not None else (step,), left_out=f"step {step}")
 
 
 def _size(cfg: Config, gradients: tuple[int, ...], updates: tuple[int, ...]) -> int:

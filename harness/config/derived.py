@@ -98,14 +98,10 @@ def model_parameters(m: ModelConfig) -> int:
 
 
 def _decoder_parameters(m: ModelConfig) -> int:
-    head_dim = m.dim // m.num_heads
-    attention = 2 * m.dim * m.dim + 2 * m.dim * head_dim * m.num_kv_heads
-    feed_forward = 3 * m.dim * m.ffn_dim
-    if m.family is ModelFamily.moe:
-        feed_forward = m.num_experts * (feed_forward + m.dim)  # and a row of the router
-    block = attention + feed_forward + 2 * m.dim
+    router = m.num_experts * m.dim if m.family is ModelFamily.moe else 0
     embeddings = m.vocab_size * m.dim * (1 if m.tie_embeddings else 2)
-    return m.num_layers * block + embeddings + m.dim
+    matrices = sum(each.rows * each.columns * each.how_many for each in projections(m))
+    return matrices + m.num_layers * (2 * m.dim + router) + embeddings + m.dim
 
 
 ODD_KERNEL, ODD_RANK, ODD_CELLS, ODD_TAPS = 3, 7, 3 * 5, 3
@@ -144,11 +140,6 @@ def optimizer_states(cfg: Config) -> int:
     return 2
 
 
-def state_bytes(cfg: Config) -> int:
-    """Bytes of main weights and optimizer state, one copy over all ranks: the least size of a checkpoint."""
-    return parameter_count(cfg) * cfg.dtype.main_params.bytes * (1 + optimizer_states(cfg))
-
-
 def lr_at(config: Config, step: int) -> float:
     """Learning rate of step `step` (counted from 1): linear warm-up, then the schedule.
 
@@ -174,32 +165,25 @@ FAMILIES = (ModelFamily.llama, ModelFamily.moe)
 
 
 class Projection(NamedTuple):
-    """`count` weights of one kind, each [rows, columns], and the settings that determine these sizes."""
+    """`how_many` weights of one kind, each [rows, columns]."""
 
     name: str
     rows: int
     columns: int
     how_many: int
-    settings: tuple[str, ...]
 
 
 def projections(m: ModelConfig) -> list[Projection]:
     if m.family not in FAMILIES:
         return []
     kv_dim = m.dim // max(1, m.num_heads) * m.num_kv_heads
-    experts = m.num_experts if m.family is ModelFamily.moe else 1
-    dim, kv, ffn = (
-        ("model.dim",),
-        ("model.dim", "model.num_heads", "model.num_kv_heads"),
-        ("model.dim", "model.ffn_dim"),
-    )
-    of_all = [
-        *((name, m.dim, m.dim, 1, dim) for name in ("wq", "wo")),
-        *((name, kv_dim, m.dim, 1, kv) for name in ("wk", "wv")),
-        *((name, m.ffn_dim, m.dim, experts, ffn) for name in ("w_gate", "w_up")),
-        ("w_down", m.dim, m.ffn_dim, experts, ffn),
+    experts = m.num_layers * (m.num_experts if m.family is ModelFamily.moe else 1)
+    return [
+        *(Projection(name, m.dim, m.dim, m.num_layers) for name in ("wq", "wo")),
+        *(Projection(name, kv_dim, m.dim, m.num_layers) for name in ("wk", "wv")),
+        *(Projection(name, m.ffn_dim, m.dim, experts) for name in ("w_gate", "w_up")),
+        Projection("w_down", m.dim, m.ffn_dim, experts),
     ]
-    return [Projection(name, rows, cols, m.num_layers * n, paths) for name, rows, cols, n, paths in of_all]
 
 
 def tp_shard(of: Projection, tp: int) -> tuple[int, int]:

@@ -14,7 +14,7 @@ from typing import Annotated, Any, TypeVar, cast
 from harness.config.capabilities import EngineName as EngineName
 from harness.fsdp import options
 from harness.fsdp.options import OPTIONS, EngineOptions, Options
-from harness.fsdp.vocabulary import CtaPolicy, Registration, SharpAxis
+from harness.fsdp.vocabulary import Registration, SharpAxis
 
 T = TypeVar("T")
 
@@ -168,8 +168,6 @@ class NcclUbConfig(Group):
     symmetric: Annotated[Flag, UB] = not Options.disable_symmetric_registration
     """Register buckets as symmetric windows, for which NCCL 2.27 has special kernels. false: they are
     registered only for NVLink SHARP and zero copy."""
-    cta_policy: CtaPolicy = CtaPolicy.default
-    """How many thread blocks NCCL uses for a collective."""
     min_ctas: Annotated[int, Range(1, 64, "thread blocks")] | None = None
     """Fewest thread blocks of a collective. null: NCCL chooses."""
     max_ctas: Annotated[int, Range(1, 64, "thread blocks")] | None = None

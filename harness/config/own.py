@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from harness.config.capabilities import ENGINES, Capabilities
-from harness.config.doc import as_typed, plain_of
+from harness.config.doc import plain_of
 from harness.config.errors import Violation
 from harness.config.schema import Config, EngineName
 from harness.store.commands import page
@@ -29,8 +29,8 @@ TIMEOUT_S = 300.0
 class Target(NamedTuple):
     kind: str
     setting: str
-    name: str
-    """`package.module:Class`, or `package.module:function`."""
+    name: str | None
+    """`package.module:Class`, or `package.module:function`; None where it lacks."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,7 @@ class Own:
         return {"kind": self.kind, "name": self.name, "root": self.root, "files": list(self.files), "digest": digest}
 
 
-def asked(config: Config) -> Iterator[tuple[str, str, str | None]]:
-    """Kind, setting and name of each group that asks for a class of the user's; the name is None where it lacks."""
+def targets(config: Config) -> Iterator[Target]:
     for setting, option, name in (
         ("engine.adapter", config.engine.name, config.engine.adapter),
         ("model.target", config.model.family, config.model.target),
@@ -59,38 +58,35 @@ def asked(config: Config) -> Iterator[tuple[str, str, str | None]]:
         ("optimizer.target", config.optimizer.name, config.optimizer.target),
     ):
         if option.name == "ext":
-            yield setting.partition(".")[0], setting, name
-
-
-def targets(config: Config) -> Iterator[Target]:
-    yield from (Target(kind, setting, name) for kind, setting, name in asked(config) if name is not None)
+            yield Target(setting.partition(".")[0], setting, name)
     yield from (Target("callback", "measure.callbacks", name) for name in config.measure.callbacks)
     if ":" in config.fault.name:  # the others are samples
         yield Target("fault", "fault.name", config.fault.name)
 
 
-def describe(target: Target, config: Config) -> Own | Violation:
-    if target.kind == "engine":
-        return describe_engine(target.name)
-    shaping = {group: plain_of(getattr(config, group)) for group in SHAPING}
+def trials(config: Config) -> dict[Target, Own | Violation]:
+    """Everything of the user's that a configuration names, tried, or what is wrong with it.
+
+    An engine is tried alone: no setting shapes it, and a sweep asks once.
+    """
+    shaping = json.dumps({group: plain_of(getattr(config, group)) for group in SHAPING}, sort_keys=True)
+    engine = tuple(each for each in targets(config) if each.kind == "engine")
     others = tuple(each for each in targets(config) if each.kind != "engine")
-    return _described(others, json.dumps(shaping, sort_keys=True), os.getcwd())[target]
+    return _tried(engine, "{}", os.getcwd()) | _tried(others, shaping, os.getcwd())
 
 
 def describe_engine(adapter: str) -> Own | Violation:
-    """An engine is described alone: no setting shapes it, and a sweep asks once."""
     target = Target("engine", "engine.adapter", adapter)
-    return _described((target,), "{}", os.getcwd())[target]
+    return _tried((target,), "{}", os.getcwd())[target]
 
 
 def described(kind: str, config: Config) -> Own | None:
-    found = [describe(target, config) for target in targets(config) if target.kind == kind]
-    return found[0] if found and isinstance(found[0], Own) else None
+    found = (each for target, each in trials(config).items() if target.kind == kind)
+    return next((each for each in found if isinstance(each, Own)), None)
 
 
 def facts(config: Config) -> list[dict[str, Any]]:
-    found = [describe(target, config) for target in targets(config)]
-    return [each.facts() for each in found if isinstance(each, Own)]
+    return [each.facts() for each in trials(config).values() if isinstance(each, Own)]
 
 
 def capabilities_of(config: Config) -> Capabilities:
@@ -122,7 +118,7 @@ def environment() -> dict[str, str]:
 
 
 @functools.cache
-def _described(wanted: tuple[Target, ...], shaping: str, folder: str) -> dict[Target, Own | Violation]:
+def _tried(wanted: tuple[Target, ...], shaping: str, folder: str) -> dict[Target, Own | Violation]:
     found: dict[Target, Own | Violation] = {each: wrong for each in wanted if (wrong := _misnamed(each))}
     sound = [each for each in wanted if each not in found]
     if not sound:
@@ -131,7 +127,8 @@ def _described(wanted: tuple[Target, ...], shaping: str, folder: str) -> dict[Ta
     for target, line in zip(sound, lines, strict=False):
         found[target] = _answer(target, json.loads(line))
     for target in sound[len(lines) :]:
-        found[target] = Violation(subject(target), why, fix=f"python -c 'import {target.name.partition(':')[0]}'")
+        fix = f"python -c 'import {str(target.name).partition(':')[0]}'"
+        found[target] = Violation(f"{target.setting}={target.name}", why, fix=fix)
     return found
 
 
@@ -150,21 +147,23 @@ def _ask(question: str, folder: str) -> tuple[list[str], str]:
 
 
 def _misnamed(target: Target) -> Violation | None:
+    if target.name is None:
+        valid = f"{target.setting}=package.module:Class"
+        return Violation(f"{target.kind}=ext", "needs a class of yours", valid, f"see {_guide(target)}")
     module, colon, name = target.name.partition(":")
     if colon and all(part.isidentifier() for part in (*module.split("."), name)):
         return None
     kind, example = ("function", "mine") if target.kind == "fault" else ("Class", "Mine")
     fix = f"{target.setting}=mine:{name or example}"
-    return Violation(subject(target), f"names no {kind.lower()}", f"package.module:{kind}", fix)
+    return Violation(f"{target.setting}={target.name}", f"names no {kind.lower()}", f"package.module:{kind}", fix)
 
 
 def _answer(target: Target, found: Mapping[str, Any]) -> Own | Violation:
     if "problem" in found:
-        guide = page("adapter.md") if target.kind == "engine" else page("own.md")
-        shows = f"{guide} shows a whole one"
-        return Violation(subject(target), found["problem"], found["choices"], found["fix"], shows)
-    return Own(target.kind, target.name, found["answer"], found["root"], tuple(found["files"]))
+        subject, shows = f"{target.setting}={target.name}", f"{_guide(target)} shows a whole one"
+        return Violation(subject, found["problem"], found["choices"], found["fix"], shows)
+    return Own(target.kind, str(target.name), found["answer"], found["root"], tuple(found["files"]))
 
 
-def subject(target: Target) -> str:
-    return f"{target.setting}={as_typed(target.name)}"
+def _guide(target: Target) -> str:
+    return page("adapter.md" if target.kind == "engine" else "own.md")

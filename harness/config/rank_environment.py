@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from harness.config.derived import wants_infiniband_sharp
-from harness.config.schema import Config, CtaPolicy, Device, NcclLog, Numerics, Registration, SharpAxis
+from harness.config.schema import Config, Device, NcclLog, Numerics, Registration, SharpAxis
 
 HEAP = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 32)}
 """Size from which glibc maps a block by itself, and returns free memory to the kernel.
@@ -41,10 +41,6 @@ def library_environment(config: Config, attempt: Path | None = None) -> dict[str
 
 NCCL_LOG = "nccl.%h.%p.log"
 
-CTA_POLICIES = {CtaPolicy.default: None, CtaPolicy.efficiency: 1, CtaPolicy.zero: 2}
-"""Values as numbers, because names are understood from NCCL 2.29 on."""
-
-
 SHARED_DEVICE_CTAS = 2
 """Most thread blocks of a collective with several ranks on a device; nccl_ub.max_ctas overrides it."""
 
@@ -69,7 +65,6 @@ def network_environment(config: Config, attempt: Path | None = None) -> dict[str
         "NCCL_COLLNET_ENABLE": 0 if is_decided else None,
         "NCCL_ALGO": sharp.algo,
         "NCCL_NVLS_NCHANNELS": sharp.nvls_ctas if nvlink else None,
-        "NCCL_CTA_POLICY": CTA_POLICIES[ub.cta_policy],
         "NCCL_MIN_CTAS": ub.min_ctas,
         "NCCL_MAX_CTAS": SHARED_DEVICE_CTAS if shares and ub.max_ctas is None else ub.max_ctas,
         "NCCL_MULTI_RANK_GPU_ENABLE": 1 if shares else None,

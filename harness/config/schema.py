@@ -33,7 +33,6 @@ from harness.config.groups import (
 )
 from harness.fsdp.options import Options
 from harness.fsdp.vocabulary import (
-    CtaPolicy as CtaPolicy,
     Dtype as Dtype,
     Fp8 as Fp8,
     GradBuffer as GradBuffer,

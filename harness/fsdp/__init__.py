@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from harness.fsdp.update.norms import sum_of_squares as sum_of_squares
     from harness.fsdp.update.rules import create_state as create_state
     from harness.fsdp.vocabulary import (
-        CtaPolicy as CtaPolicy,
         Fp8 as Fp8,
         GradBuffer as GradBuffer,
         Numerics as Numerics,
@@ -71,7 +70,7 @@ _EXPORTS = {
     "tensor_parallel": "TpShard UnknownPlan",
     "update.rules": "create_state",
     "update.norms": "sum_of_squares",
-    "vocabulary": "CtaPolicy Fp8 GradBuffer Numerics OuterStrategy Registration SharpAxis Strategy Transport",
+    "vocabulary": "Fp8 GradBuffer Numerics OuterStrategy Registration SharpAxis Strategy Transport",
 }
 _MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names.split()}
 

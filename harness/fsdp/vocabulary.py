@@ -174,11 +174,3 @@ class SharpAxis(Choice):
     @property
     def is_asked(self) -> bool:
         return self in (SharpAxis.dp, SharpAxis.dp_outer)
-
-
-class CtaPolicy(Choice):
-    """How many thread blocks NCCL uses for a collective."""
-
-    default = "default", "NCCL chooses."
-    efficiency = "efficiency", "Few: needs NCCL 2.27 and buffers that are registered but not symmetric."
-    zero = "zero", "None, copy engines gather: needs NCCL 2.28 and symmetric buffers."

@@ -31,7 +31,7 @@ from harness.engines.optim import Group, make_optimizer
 from harness.engines.protocol import Engine, Microbatch
 from harness.fsdp import create_state
 from harness.store.provenance import PACKAGE
-from harness.train.callbacks import HOOKS, Callback, hooks_of
+from harness.train.callbacks import Callback
 
 MOST_TRIED = 20_000_000
 """Weights above which a model's loss is not tried before ranks start."""
@@ -194,8 +194,8 @@ def try_model(kind: type, config: Config) -> dict[str, Any]:
     if not isinstance(model, nn.Module):
         raise Unusable(f"build gives {type(model).__name__}", choices="a torch.nn.Module", fix="return the model")
     parameters = dict(model.named_parameters())
-    _check_built(model, parameters, workload.unit_classes)
-    _check_initial(workload, parameters)
+    with trying("looking for its unit_classes"):
+        _check_built(model, parameters, workload.unit_classes)
     count = sum(param.numel() for param in parameters.values())
     if count <= MOST_TRIED:
         _check_loss(workload, config)
@@ -210,28 +210,10 @@ def _check_built(model: nn.Module, parameters: Mapping[str, Tensor], units: tupl
         if tensor.device.type != "meta":
             fix = "make it with device=device, so that nothing is allocated where the model is only planned"
             raise Unusable(f"build('meta', ...) puts {name} on the {tensor.device.type}", fix=fix)
-    wide = [name for name, param in parameters.items() if param.dtype is not torch.float32]
-    if wide:
-        raise Unusable(f"build(..., torch.float32) makes {wide[0]} {parameters[wide[0]].dtype}", fix="dtype=dtype")
-    names = [unit for unit in units if not inspect.isclass(unit)]
-    if names:
-        raise Unusable(f"unit_classes holds {names[0]!r}", choices="classes of modules", fix="unit_classes = (Block,)")
     absent = [unit.__name__ for unit in units if not any(isinstance(each, unit) for each in model.modules())]
     if absent:
         found = ", ".join(sorted({type(each).__name__ for each in model.modules()}))
         raise Unusable(f"unit_classes names {', '.join(absent)}, which the model does not contain", choices=found)
-
-
-def _check_initial(workload: Any, parameters: Mapping[str, Tensor]) -> None:
-    name, param = min(parameters.items(), key=lambda item: item[1].numel())
-    with trying(f"initial_weight({name!r}, ...)"):
-        value, again = (workload.initial_weight(name, param.shape) for _ in range(2))
-    if not isinstance(value, Tensor) or value.shape != param.shape or value.dtype is not torch.float32:
-        found = f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-        raise Unusable(f"initial_weight({name!r}, ...) gives {found}", choices=f"torch.float32 {list(param.shape)}")
-    if not torch.equal(value, again):
-        fix = "draw it from a generator seeded by train.seed and the name, as TokenWorkload does"
-        raise Unusable(f"initial_weight({name!r}, ...) returns another value each time", fix=fix)
 
 
 def _check_loss(workload: Any, config: Config) -> None:
@@ -272,18 +254,15 @@ def try_data(kind: type, config: Config) -> dict[str, Any]:
         raise Unusable("has no attribute num_sequences", fix="self.num_sequences = ... in its __init__")
     count = source.num_sequences
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        fix = f"int({count})" if isinstance(count, np.integer) and count > 0 else ""
-        raise Unusable(f"has num_sequences={count!r}", choices="a Python int of at least 1", fix=fix)
+        raise Unusable(f"has num_sequences={count!r}", choices="a Python int of at least 1")
     largest = 0
     for index in sorted({(count - 1) * each // (SAMPLE - 1) for each in range(SAMPLE)}):
         with trying(f"sequence {index}"):
-            tokens, again = source[index], source[index]
+            tokens = source[index]
         wanted = (config.data.seq_len + 1,)
         if not isinstance(tokens, np.ndarray) or tokens.shape != wanted or tokens.dtype != np.int64:
             found = f"{tokens.dtype} {tokens.shape}" if isinstance(tokens, np.ndarray) else type(tokens).__name__
             raise Unusable(f"sequence {index} is {found}", choices=f"a numpy array, int64 {wanted}: data.seq_len + 1")
-        if not np.array_equal(tokens, again):
-            raise Unusable(f"sequence {index} changes between two reads", fix="a function of its index alone")
         if tokens.min() < 0:
             raise Unusable(f"sequence {index} holds token {tokens.min()}", choices="0 to model.vocab_size - 1")
         largest = max(largest, int(tokens.max()))
@@ -327,22 +306,9 @@ def _steps_elementwise(kind: Any) -> bool:
 
 
 def try_callback(kind: type, config: Config) -> dict[str, Any]:
-    """The class must have a hook; it is made where it runs."""
+    """The class is made where it runs."""
     if not issubclass(kind, Callback):
         raise Unusable("is no harness.train.callbacks.Callback", fix=f"class {kind.__name__}(Callback)")
-    if not hooks_of(kind):
-        fix = "def step(self, step, record, engine)"
-        raise Unusable("has no hook, so nothing would call it", choices=", ".join(HOOKS), fix=fix)
-    return {}
-
-
-def try_fault(function: Callable[..., Any], config: Config) -> dict[str, Any]:
-    """The function must be callable with a configuration and `build`; it is called where it runs."""
-    try:
-        inspect.signature(function).bind(config, None)
-    except TypeError as error:
-        fix = f"def {function.__name__}(config, build), which returns a harness.train.Session"
-        raise Unusable(f"cannot be called with the configuration and `build`: {error}", fix=fix) from error
     return {}
 
 
@@ -352,7 +318,7 @@ TRIALS: Mapping[str, Callable[..., dict[str, Any]]] = {
     "data": try_data,
     "optimizer": try_optimizer,
     "callback": try_callback,
-    "fault": try_fault,
+    "fault": lambda function, config: {},
 }
 
 

@@ -147,7 +147,7 @@ def asker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Asker]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in SECRETS.items():
             patch.setenv(name, value)
-        asker = Asker(folder, None)
+        asker = Asker(folder)
     with closing(asker) as made:
         yield made
 
@@ -186,8 +186,6 @@ KINDS = {
     "-m study.grid.x=${train.steps}": "takes axes",
     "-m study.control=${optimizer}": "takes pairs",
     "train.steps=" + "9" * 5000: "more digits than are read",
-    "cluster.account='a b'": "is no name that sbatch takes",
-    "cluster.partition=''": "is no name that sbatch takes",
     "cluster.python='it\\'s'": "is no command",
     "--resolve": "goes with --cfg",
     "--package=train": "goes with --cfg",

@@ -48,7 +48,6 @@ def test_every_choice_that_can_change_a_number_is_another_run() -> None:
         ["nccl_ub=auto"],
         ["nccl_ub=manual"],
         ["nccl_ub=auto", "nccl_ub.symmetric=false"],
-        ["nccl_ub=auto", "nccl_ub.cta_policy=zero"],
         ["nccl_ub.max_ctas=4"],
         ["sharp=dp"],
         ["sharp=dp", "sharp.nvlink=false"],

@@ -38,11 +38,6 @@ def typed(root: Path, *overrides: str) -> Any:
         ("nccl_ub.mode=auto sharp.group=none", OFF | HOOK),
         ("cluster.ranks_per_device=2", SHARED),
         ("cluster.ranks_per_device=2 nccl_ub.max_ctas=4 sharp.group=none", OFF | SHARED | {"NCCL_MAX_CTAS": "4"}),
-        ("nccl_ub.mode=manual nccl_ub.cta_policy=zero", HOOK | {"NCCL_CTA_POLICY": "2"}),
-        (
-            "nccl_ub.mode=auto nccl_ub.symmetric=false nccl_ub.cta_policy=efficiency",
-            HOOK | {"NCCL_CTA_POLICY": "1"},
-        ),
         ("nccl_ub.min_ctas=1 nccl_ub.max_ctas=4", {"NCCL_MIN_CTAS": "1", "NCCL_MAX_CTAS": "4"}),
         ("sharp.group=dp", NVLINK | SAT),
         ("sharp.group=dp sharp.infiniband=false", NVLINK),

@@ -6,18 +6,14 @@ and fails when imported.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
-import resource
 import shlex
-import shutil
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,20 +67,18 @@ TABLE = """
     ext without an adapter: engine=ext => engine.adapter=package.module:Class
     main weights that cannot hold: dtype.compute=fp16 dtype.main_params=bf16 => cannot hold; fp16, fp64
     data too short for a batch: data=text data.path={tmp}/short.txt => train.global_batch_size=16
-    root not writable: launch.root=/proc/runs => launch.root=/proc/runs
+    root not writable: launch.root=/proc/runs => /proc/runs
     no such device: cluster.device=cuda mesh.world_size=64 => cluster.device=cuda; CUDA devices for 64 ranks
     no scheduler: cluster=slurm => sbatch; cluster=local
     two ranks inline: launch.inline=true => launch.inline=true; mesh=one
-    model beyond this machine: model=llama_70b => model=llama_70b; this machine has
     study without -m: study=parity_pair => run.py -m study=parity_pair
     unknown study: -m study=parity_par => study=parity_par; did you mean study=parity_pair?
     unknown run: --from 0123abcd => 0123abcd
     two bad cells of a sweep: -m engine=ddp,native sharding=optim_grads => =optim_grads; in 1 of 2 cells
     many at once: train.steps=0 optimizer.lr=-1 data.seq_len=4096 => 3 problems; train.steps=0; lr=-1; 4096
-    disk full at start: launch.root={full}/runs => launch.root=; free
 """
-"""Kind, words, and parts of the refusal. `{tmp}` is a folder with bad data, `{full}` a disk without room; texts of
-further rules are in tests/config."""
+"""Kind, words, and parts of the refusal. `{tmp}` is a folder with bad data; texts of further rules are in
+tests/config."""
 
 REQUESTS = {
     kind: BadRequest(tuple(shlex.split(words)), tuple(told.split("; ")))
@@ -99,10 +93,6 @@ class Outcome:
     code: int
     out: str
     err: str
-    seconds: float
-    """Wall time, process start to end."""
-    cpu_seconds: float
-    """Processor time of the process: what is left of `seconds` on a busy machine; mixed up where several are asked."""
     torch_imported: bool
     left_behind: tuple[str, ...]
     """Files below the folder it was started in."""
@@ -116,24 +106,6 @@ def make_bad_data(folder: Path) -> None:
     (folder / "odd.bin").write_bytes(b"abc" * 1001)
 
 
-@contextlib.contextmanager
-def full_disk(folder: Path) -> Iterator[Path | None]:
-    """A mounted disk of 64 KiB; None where this user may not mount."""
-    disk = folder / "full"
-    disk.mkdir()
-    if shutil.which("mount") is None:
-        yield None
-        return
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(disk)], capture_output=True)
-    if mounted.returncode:
-        yield None
-        return
-    try:
-        yield disk
-    finally:
-        subprocess.run(["umount", str(disk)], check=True)
-
-
 def poison_torch(folder: Path) -> None:
     """A package `torch` that leaves a mark where it is imported, and fails."""
     package = folder / "poison" / "torch"
@@ -144,11 +116,11 @@ def poison_torch(folder: Path) -> None:
     )
 
 
-def ask(request: BadRequest, folder: Path, full: Path | None) -> Outcome:
+def ask(request: BadRequest, folder: Path) -> Outcome:
     """Make one request in an empty working folder; `folder` holds bad data and the poison."""
 
     def run(cwd: str) -> tuple[int, str, str]:
-        command = [*RUN, *_words(request, folder, full)]
+        command = [*RUN, *_words(request, folder)]
         done = subprocess.run(command, cwd=cwd, env=_environment(folder), capture_output=True, text=True, timeout=120)
         return done.returncode, done.stdout, done.stderr
 
@@ -158,8 +130,8 @@ def ask(request: BadRequest, folder: Path, full: Path | None) -> Outcome:
 class Asker:
     """A process that has imported `run.py`, and forks one for each request: what is asked of it costs no imports."""
 
-    def __init__(self, folder: Path, full: Path | None) -> None:
-        self._folder, self._full = folder, full
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
         self._process = subprocess.Popen(
             [sys.executable, "-c", FORKING, str(ROOT)],
             stdin=subprocess.PIPE,
@@ -175,7 +147,7 @@ class Asker:
             assert self._process.stdin is not None
             assert self._process.stdout is not None
             told = self._folder / "out", self._folder / "err"
-            words = _words(request, self._folder, self._full)
+            words = _words(request, self._folder)
             self._process.stdin.write(json.dumps([cwd, *map(str, told), words]) + "\n")
             self._process.stdin.flush()
             code = int(self._process.stdout.readline())
@@ -214,8 +186,8 @@ for line in sys.stdin:
 """
 
 
-def _words(request: BadRequest, folder: Path, full: Path | None) -> list[str]:
-    return [word.replace("{tmp}", str(folder)).replace("{full}", str(full)) for word in request.words]
+def _words(request: BadRequest, folder: Path) -> list[str]:
+    return [word.replace("{tmp}", str(folder)) for word in request.words]
 
 
 def _environment(folder: Path) -> dict[str, str]:
@@ -227,13 +199,6 @@ def _observed(run: Callable[[str], tuple[int, str, str]], folder: Path) -> Outco
     mark = folder / "torch-was-imported"
     mark.unlink(missing_ok=True)
     with tempfile.TemporaryDirectory() as cwd:
-        started, used = time.perf_counter(), _children_cpu()
         code, out, err = run(cwd)
-        seconds, cpu = time.perf_counter() - started, _children_cpu() - used
         left = tuple(sorted(str(p.relative_to(cwd)) for p in Path(cwd).rglob("*")))
-    return Outcome(code, out, err, seconds, cpu, mark.exists(), left)
-
-
-def _children_cpu() -> float:
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime
+    return Outcome(code, out, err, mark.exists(), left)

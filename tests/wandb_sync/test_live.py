@@ -13,12 +13,8 @@ from typing import Any
 import pytest
 
 from harness.analysis import load
-from harness.config import rules
-from harness.config.compose import compose
-from harness.config.errors import BadRequest
-from harness.config.rules import environment
 from harness.config.schema import CkptPolicy, WandbMode
-from harness.config.wandb_mode import has_key, wandb_mode
+from harness.config.wandb_mode import wandb_mode
 from harness.store import results, status, wandb_run
 from harness.store.fields import METRICS, as_line, synced
 from harness.store.files import write_json
@@ -112,15 +108,6 @@ def test_a_run_in_another_project_is_found(tmp_path: Path, monkeypatch: pytest.M
     Slip(wandb_run, "copying", 'project=config["wandb"]["project"],', "").put(monkeypatch)
     with pytest.raises(AssertionError, match="lab"):
         test_after_three_attempts_one_file_equals_the_record(tmp_path)
-
-
-@kills("wandb", "any project", "A project name that wandb refuses is refused after the training")
-def test_a_project_that_is_not_checked_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = tuple(each for each in rules.RULES if each is not environment.project_has_a_name)
-    assert len(kept) == len(rules.RULES) - 1
-    monkeypatch.setattr(rules, "RULES", kept)
-    with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"):
-        test_a_project_that_wandb_refuses_is_refused_before_ranks_start()
 
 
 @kills("wandb", "resident set as peak", "The resident set of the process is called the peak of tensor memory")
@@ -308,23 +295,3 @@ def test_ids_fit_and_keep_runs_apart(study: str) -> None:
 )
 def test_the_variable_decides_where_a_copy_is_asked_for(asked: str, word: str, expected: str) -> None:
     assert wandb_mode(WandbMode[asked], {"WANDB_MODE": word}) is WandbMode[expected]
-
-
-def test_a_project_that_wandb_refuses_is_refused_before_ranks_start() -> None:
-    words = ["wandb=offline", "launch.dry_run=true"]
-    with pytest.raises(BadRequest, match=r"wandb.project=a/b: is not a name that W&B takes"):
-        compose([*words, "wandb.project=a/b"])
-    assert compose([*words, "wandb.project=lab"]).config["wandb"]["project"] == "lab"
-
-
-def test_a_key_is_found_where_wandb_finds_it(tmp_path: Path) -> None:
-    nowhere = {"NETRC": str(tmp_path / "netrc"), "WANDB_CONFIG_DIR": str(tmp_path)}
-    assert not has_key(nowhere)
-    assert has_key(nowhere | {"WANDB_API_KEY": KEY})
-    (tmp_path / "netrc").write_text(f"machine wandb.example:8080\n  login user\n  password {KEY}\n")
-    assert not has_key(nowhere)
-    assert has_key(nowhere | {"WANDB_BASE_URL": "http://wandb.example:8080"})
-    (tmp_path / "settings").write_text("[default]\nbase_url = http://wandb.example:8080\n")
-    assert has_key(nowhere)
-    (tmp_path / "settings").write_text(f"[default]\napi_key = {KEY}\n")
-    assert has_key(nowhere)

@@ -8,26 +8,14 @@ from harness.config.capabilities import ENGINES
 from harness.config.catalog import ROOT
 from harness.config.errors import Violation
 from harness.config.hints import nearest
-from harness.config.own import asked, describe, described, targets
-from harness.config.rules.request import Request, rule
+from harness.config.own import described, trials
+from harness.config.rules.request import Request, refusal, rule
 from harness.config.schema import NO_FAULT, EngineName, MeasureMode, OptimizerName
-from harness.store.commands import page
-
-
-@rule()
-def own_things_are_named(request: Request) -> Iterator[Violation]:
-    for kind, setting, name in asked(request.config):
-        if name is None:
-            guide = page("adapter.md") if kind == "engine" else page("own.md")
-            yield Violation(f"{kind}=ext", "needs a class of yours", f"{setting}=package.module:Class", f"see {guide}")
 
 
 @rule()
 def own_things_can_be_used(request: Request) -> Iterator[Violation]:
-    for target in targets(request.config):
-        found = describe(target, request.config)
-        if isinstance(found, Violation):
-            yield found
+    yield from (found for found in trials(request.config).values() if isinstance(found, Violation))
 
 
 @rule()
@@ -58,11 +46,13 @@ def the_engine_takes_the_optimizer(request: Request) -> Iterator[Violation]:
         )
 
 
-@rule()
-def callbacks_are_not_timed(request: Request) -> Iterator[Violation]:
-    config = request.config
-    if config.measure.callbacks and config.measure.mode is MeasureMode.bench:
-        yield request.wrong("measure.callbacks", "would run between timed steps", fix="measure=default")
+callbacks_are_not_timed = refusal(
+    "",
+    lambda c: c.measure.callbacks and c.measure.mode is MeasureMode.bench,
+    "measure.callbacks",
+    "would run between timed steps",
+    fix="measure=default",
+)
 
 
 @rule("fault.name", "engine.name", "mesh.tp")

@@ -8,38 +8,7 @@ from harness.config.capabilities import ENGINES
 from harness.config.catalog import load_catalog
 from harness.config.doc import as_typed, settings
 from harness.config.errors import Violation
-from harness.config.rules.engine import narrow_waits
 from harness.config.rules.request import Request, rule
-from harness.config.schema import CkptPolicy, Config, Dtype
-
-
-def _sums_narrowly(c: Config) -> bool:
-    return (
-        any(d is not None and d.bytes < 4 for d in (c.dtype.main_grads, c.dtype.grad_accum))
-        or (c.dtype.grad_accum is Dtype.fp32 and c.dtype.grad_comm is Dtype.fp64)
-        or any(narrow_waits(c))
-        or (c.dtype.compute is Dtype.fp16 and c.dtype.loss_scale == "none")
-    )
-
-
-SEVERAL = {
-    "dtype.allow_low_precision_grads": (
-        _sums_narrowly,
-        "dtype.main_grads",
-        "dtype.main_grads=bf16 or a narrow dtype.grad_accum",
-    ),
-    "measure.capture_limit_mib": (
-        lambda c: c.measure.capture_steps != [] or bool(c.measure.update_steps),
-        "measure.capture_steps",
-        "measure.capture_steps=[1]",
-    ),
-    "ckpt.strict": (
-        lambda c: c.ckpt.policy is not CkptPolicy.none or c.ckpt.load is not None,
-        "ckpt.policy",
-        "ckpt=last, or a checkpoint to begin from in ckpt.load",
-    ),
-}
-"""Settings whose effect hangs on several others: condition, what to show where it fails, what to choose."""
 
 
 @rule()
@@ -48,8 +17,6 @@ def typed_settings_have_an_effect(request: Request) -> Iterator[Violation]:
         path = key if key in settings() else key.rpartition(".")[0]
         only = settings()[path].only if path in settings() else ()
         failing = [(each.path, each.choose) for each in only if not each.holds(request.value(each.path))]
-        if path in SEVERAL and not SEVERAL[path][0](request.config):
-            failing.append(SEVERAL[path][1:])
         if failing:
             yield _without_effect(request, key, _shown(request, failing[0][0]), failing[0][1])
 

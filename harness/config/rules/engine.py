@@ -10,7 +10,7 @@ from harness.config.derived import accumulate_dtype, data_ranks, fixed_buffers, 
 from harness.config.doc import as_typed
 from harness.config.errors import Violation
 from harness.config.own import capabilities_of
-from harness.config.rules.request import Request, rule
+from harness.config.rules.request import Request, refusal, rule
 from harness.config.schema import (
     DTYPE_ROLES,
     Config,
@@ -213,18 +213,20 @@ def main_weights_are_no_narrower(request: Request) -> Iterator[Violation]:
         yield request.wrong("dtype.main_params", problem, choices, f"dtype.main_params={d.compute.name}")
 
 
-@rule()
-def bits_do_not_depend_on_cuts(request: Request) -> Iterator[Violation]:
-    """torch's 16-bit add with a factor rounds differently at the end of a tensor: only AdamW steps without it."""
-    config = request.config
-    narrow = config.dtype.main_params.bytes < 4 and config.optimizer.name is not OptimizerName.adamw
-    if narrow and config.engine.name is EngineName.native and config.numerics.mode in _BITWISE:
-        yield request.wrong(
-            "optimizer.name dtype.main_params",
-            f"rounding depends on where shards are cut, which numerics={config.numerics.mode.name} rules out",
-            "adamw, or dtype.main_params of fp32 or fp64",
-            "optimizer=adamw, dtype.main_params=fp32, or numerics=fast",
-        )
+bits_do_not_depend_on_cuts = refusal(
+    "",
+    lambda c: (
+        c.dtype.main_params.bytes < 4
+        and c.optimizer.name is not OptimizerName.adamw
+        and c.engine.name is EngineName.native
+        and c.numerics.mode in _BITWISE
+    ),
+    "optimizer.name dtype.main_params",
+    "rounding depends on where shards are cut, which numerics={numerics.mode.name} rules out",
+    "adamw, or dtype.main_params of fp32 or fp64",
+    "optimizer=adamw, dtype.main_params=fp32, or numerics=fast",
+)
+"""torch's 16-bit add with a factor rounds differently at the end of a tensor: only AdamW steps without it."""
 
 
 @rule("numerics.exact_bits", "train.global_batch_size", "train.microbatch_size")
@@ -248,11 +250,14 @@ def integers_are_possible(request: Request) -> Iterator[Violation]:
         yield request.wrong("numerics.exact_bits", problem, f"0 to {most}", f"numerics.exact_bits={most}")
 
 
-@rule("engine.double_buffer", "engine.prefetch")
-def prefetched_units_have_room(request: Request) -> Iterator[Violation]:
-    if request.config.engine.prefetch > 1 and fixed_buffers(request.config):
-        fix = "engine.prefetch=1, or engine.double_buffer=false nccl_ub=none"
-        yield request.wrong("engine.prefetch", TOO_FAR_AHEAD, "0 or 1", fix)
+prefetched_units_have_room = refusal(
+    "engine.double_buffer engine.prefetch",
+    lambda c: c.engine.prefetch > 1 and fixed_buffers(c),
+    "engine.prefetch",
+    TOO_FAR_AHEAD,
+    "0 or 1",
+    "engine.prefetch=1, or engine.double_buffer=false nccl_ub=none",
+)
 
 
 def _as_override(path: str, value: Any) -> str:

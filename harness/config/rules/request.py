@@ -61,6 +61,19 @@ def rule(*reads: str) -> Callable[[Callable[[Request], Iterator[Violation]]], Ru
     return lambda function: Rule(reads, function)
 
 
+def refusal(
+    reads: str, when: Callable[[Config], Any], paths: str, problem: str, choices: str = "", fix: str = ""
+) -> Rule:
+    """Rule of one violation, of the settings `paths`. Its texts are formats over the groups of a configuration."""
+
+    def apply(request: Request) -> Iterator[Violation]:
+        if when(request.config):
+            texts = (each.format(**vars(request.config)) for each in (problem, choices, fix))
+            yield request.wrong(paths, *texts)
+
+    return Rule(tuple(reads.split()), apply)
+
+
 def check_values(request: Request) -> dict[str, Violation]:
     return _lists(request) | _names(request) | _texts(request)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import os
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,39 +11,35 @@ from harness.config.captured import captured
 from harness.config.derived import devices_per_node
 from harness.config.doc import settings
 from harness.config.errors import Violation
-from harness.config.rules.request import STEP_LISTS, Request, rule
+from harness.config.rules.request import STEP_LISTS, Request, refusal, rule
 from harness.config.schema import Backend, CkptPolicy, Device, Dtype, EngineName, MeasureMode, WandbMode
 from harness.store.reading import folder_names
 from harness.store.redaction import redactor
 from harness.store.rundir import checkpoint_folder
 from harness.store.screen import counted
 
-
-@rule("mesh.world_size")
-def inline_is_one_local_rank(request: Request) -> Iterator[Violation]:
-    if not request.config.launch.inline:
-        return
-    if request.config.mesh.world_size > 1:
-        problem = f"runs one rank in this process, and mesh.world_size={request.config.mesh.world_size}"
-        yield Violation("launch.inline=true", problem, fix="mesh=one, or debug=inline, which says both")
-    if request.config.cluster.backend is Backend.slurm:
-        yield Violation("launch.inline=true", "runs in this process, which cluster=slurm does not", fix="cluster=local")
-
-
-@rule("cluster.nodes")
-def one_machine_without_a_scheduler(request: Request) -> Iterator[Violation]:
-    c = request.config.cluster
-    if c.backend is Backend.local and c.nodes > 1:
-        yield request.wrong("cluster.nodes", "cluster.backend=local is this machine only", "1", "cluster=slurm")
-
-
-@rule("cluster.time_min", "cluster.grace_s")
-def grace_is_within_the_limit(request: Request) -> Iterator[Violation]:
-    c = request.config.cluster
-    if c.backend is Backend.slurm and c.grace_s >= 60 * c.time_min:
-        problem = f"is not shorter than the limit, cluster.time_min={c.time_min} ({60 * c.time_min} s)"
-        fix = f"cluster.grace_s={min(120, 30 * c.time_min)}"
-        yield request.wrong("cluster.grace_s", problem, f"0 to {60 * c.time_min - 1}", fix)
+inline_is_one_rank = refusal(
+    "mesh.world_size",
+    lambda c: c.launch.inline and c.mesh.world_size > 1,
+    "launch.inline",
+    "runs one rank in this process, and mesh.world_size={mesh.world_size}",
+    fix="mesh=one, or debug=inline, which says both",
+)
+inline_is_here = refusal(
+    "",
+    lambda c: c.launch.inline and c.cluster.backend is Backend.slurm,
+    "launch.inline",
+    "runs in this process, which cluster=slurm does not",
+    fix="cluster=local",
+)
+one_machine_without_a_scheduler = refusal(
+    "cluster.nodes",
+    lambda c: c.cluster.backend is Backend.local and c.cluster.nodes > 1,
+    "cluster.nodes",
+    "cluster.backend=local is this machine only",
+    "1",
+    "cluster=slurm",
+)
 
 
 @rule("mesh.world_size", "cluster.nodes", "cluster.gpus_per_node", "cluster.ranks_per_device")
@@ -58,15 +54,15 @@ def every_cuda_rank_gets_a_device(request: Request) -> Iterator[Violation]:
         yield request.wrong("cluster.gpus_per_node", problem, f"{need} or more", f"cluster.gpus_per_node={need}")
 
 
-@rule()
-def shared_devices_have_no_switch(request: Request) -> Iterator[Violation]:
-    """NVLink SHARP sums over devices; ranks that share one cannot use it."""
-    config = request.config
-    if config.cluster.ranks_per_device > 1 and config.sharp.group.is_asked and config.sharp.nvlink:
-        problem = "asks for NVLink SHARP among ranks that share a device"
-        choices = "cluster.ranks_per_device=1, sharp=default, sharp=none"
-        yield request.wrong("cluster.ranks_per_device sharp.group", problem, choices, "leave sharp out")
-
+shared_devices_have_no_switch = refusal(
+    "",
+    lambda c: c.cluster.ranks_per_device > 1 and c.sharp.group.is_asked and c.sharp.nvlink,
+    "cluster.ranks_per_device sharp.group",
+    "asks for NVLink SHARP among ranks that share a device",
+    "cluster.ranks_per_device=1, sharp=default, sharp=none",
+    "leave sharp out",
+)
+"""NVLink SHARP sums over devices."""
 
 OF_SETTINGS = {
     "partition": "cluster.partition",
@@ -84,49 +80,25 @@ OF_SETTINGS = {
 }
 """Options of sbatch given by a setting, or (None) needed to find a run's job again."""
 
-MAY_BE_NONE = frozenset({"export", "propagate", "mail-type", "mem-bind", "gpu-bind"})
-
-_OPTION = re.compile(r"[a-z][a-z0-9-]*")
-
 
 @rule()
-def sbatch_options_are_words_of_its_own(request: Request) -> Iterator[Violation]:
+def a_job_is_told_once(request: Request) -> Iterator[Violation]:
     c = request.config.cluster
-    named = [("cluster.flags", flag) for flag in c.flags]
-    named += [(f"cluster.additional.{name}", name) for name in c.additional]
+    named = [("cluster.flags", flag) for flag in c.flags] + [("cluster.additional", name) for name in c.additional]
     for path, name in named:
         plain = name.replace("_", "-")
-        if not _OPTION.fullmatch(plain):
-            yield Violation(
-                f"{path}: {name!r}", "is not a long option of sbatch", fix="its name without dashes before it"
-            )
-        elif plain in OF_SETTINGS:
+        if plain in OF_SETTINGS:
             setting = OF_SETTINGS[plain]
             fix = f"{setting}=VALUE" if setting else "leave it out"
             yield Violation(f"{path}: {name}", f"is {setting or 'how a run finds its job again'}", fix=fix)
-    for name, value in c.additional.items():
-        plain = name.replace("_", "-")
-        if value.lower() in ("true", "", "none", "null") and not (value.lower() == "none" and plain in MAY_BE_NONE):
-            problem = "is an option without a value, and sbatch would be given one"
-            yield Violation(f"cluster.additional.{name}={value}", problem, fix=f"cluster.flags=[{name}]")
 
 
-_WORD = re.compile(r"[^\s'\"\\#-][^\s'\"\\#]*")
-
-
-@rule("cluster.partition", "cluster.account", "cluster.qos", "cluster.python")
-def the_scheduler_is_told_words(request: Request) -> Iterator[Violation]:
-    """sbatch takes an empty name for none, and text after a space for another argument."""
-    for name in ("partition", "account", "qos"):
-        value = getattr(request.config.cluster, name)
-        if value is not None and not _WORD.fullmatch(value):
-            problem = "is no name that sbatch takes: one word, without spaces or quotes"
-            yield Violation(f"cluster.{name}={value!r}", problem, fix=f"cluster.{name}=NAME, or cluster.{name}=null")
+@rule("cluster.python")
+def python_is_a_command(request: Request) -> Iterator[Violation]:
     try:
         shlex.split(request.config.cluster.python or "")
     except ValueError as error:
-        fix = "cluster.python=python3, or its path"
-        yield Violation(f"cluster.python={request.config.cluster.python!r}", f"is no command: {error}", fix=fix)
+        yield request.wrong("cluster.python", f"is no command: {error}", fix="cluster.python=python3, or its path")
 
 
 @rule("launch.root")
@@ -159,22 +131,19 @@ STEP = "step-"
 
 @rule("ckpt.load", "train.steps")
 def checkpoint_is_there(request: Request) -> Iterator[Violation]:
-    """`ckpt.load` holds a checkpoint of this version and of a step within the run.
-
-    Its bytes are checked when it is loaded.
-    """
+    """`ckpt.load` holds a checkpoint of a step within the run. What is in it is checked when it is loaded."""
     named, steps = request.config.ckpt.load, request.config.train.steps
     if named is None:
         return
-    problem = checkpoint_problem(Path(named))
-    if problem:
+    found = checkpoint_steps(Path(named)) if os.path.isdir(named) else []
+    if not found:
         fix = "ckpt.load=runs/STUDY/RUN, its ckpt folder, a step-* folder in it, digits of its signature, or @last"
-        yield request.wrong("ckpt.load", problem, fix=fix)
-    elif (newest := checkpoint_steps(Path(named))[-1]) > steps:
+        yield request.wrong("ckpt.load", "holds no checkpoint", fix=fix)
+    elif found[-1] > steps:
         yield request.wrong(
             "ckpt.load",
-            f"begins after step {newest}, and train.steps={steps} counts from the beginning of training",
-            fix=f"train.steps={newest + steps}, or an earlier step-* folder",
+            f"begins after step {found[-1]}, and train.steps={steps} counts from the beginning of training",
+            fix=f"train.steps={found[-1] + steps}, or an earlier step-* folder",
         )
 
 
@@ -182,20 +151,6 @@ def checkpoint_steps(path: Path) -> list[int]:
     names = [path.name] if path.name.startswith(STEP) else folder_names(checkpoint_folder(path))
     numbers = (name.removeprefix(STEP) for name in names if name.startswith(STEP))
     return sorted(int(number) for number in numbers if number.isascii() and number.isdigit())
-
-
-def checkpoint_problem(path: Path) -> str:
-    try:
-        if not path.is_dir():
-            return f"{path} is no folder"
-        steps = checkpoint_steps(path)
-        folder = path.parent if path.name.startswith(STEP) else checkpoint_folder(path)
-        found = [folder / f"{STEP}{step:06d}" for step in steps]
-        if not found:
-            return f"{path} holds no checkpoint"
-        return "" if any((each / "manifest.json").exists() for each in found) else f"{found[-1]} has no manifest.json"
-    except OSError as error:
-        return f"cannot be looked at: {error.strerror}"
 
 
 @rule("launch.preempt_at", "train.steps")
@@ -279,12 +234,10 @@ def traced_ranks_are_there(request: Request) -> Iterator[Violation]:
         yield request.wrong("measure.trace_ranks", problem, choices, "measure.trace_ranks=[0]")
 
 
-@rule("measure.memory_snapshot", "cluster.device")
-def snapshots_are_of_cuda(request: Request) -> Iterator[Violation]:
-    measure = request.config.measure
-    if measure.memory_snapshot and measure.trace_steps and request.config.cluster.device is Device.cpu:
-        yield request.wrong(
-            "measure.memory_snapshot",
-            "records CUDA's allocator, and cluster.device=cpu has none: on a CPU the trace itself has every allocation",
-            fix="leave it out, or cluster.device=cuda",
-        )
+snapshots_are_of_cuda = refusal(
+    "measure.memory_snapshot cluster.device",
+    lambda c: c.measure.memory_snapshot and c.measure.trace_steps and c.cluster.device is Device.cpu,
+    "measure.memory_snapshot",
+    "records CUDA's allocator, and cluster.device=cpu has none: on a CPU the trace itself has every allocation",
+    fix="leave it out, or cluster.device=cuda",
+)

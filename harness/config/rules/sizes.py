@@ -12,7 +12,7 @@ from harness.config.derived import data_ranks
 from harness.config.doc import settings
 from harness.config.errors import Violation
 from harness.config.own import described
-from harness.config.rules.request import STEP_LISTS, Request, Rule, rule
+from harness.config.rules.request import STEP_LISTS, Request, Rule, refusal, rule
 from harness.config.schema import Config, DataConfig, DataKind, ModelFamily
 
 DECODERS = (ModelFamily.llama, ModelFamily.moe)
@@ -116,19 +116,22 @@ def tensor_axis_divides_the_ranks(request: Request) -> Iterator[Violation]:
         yield request.wrong("mesh.tp", f"does not divide mesh.world_size={mesh.world_size}", choices, fix)
 
 
-@rule("mesh.tp")
-def tensor_parallelism_is_built(request: Request) -> Iterator[Violation]:
-    config = request.config
-    if config.mesh.tp == 1:
-        return
-    family = config.model.family
-    if family not in PLANNED:
-        problem = f"model.family={family.name} has no tensor-parallel plan"
-        choices = "mesh.tp=1; families that do: " + ", ".join(each.name for each in PLANNED)
-        yield request.wrong("mesh.tp", problem, choices, "mesh.tp=1, or model=tiny")
-    if config.sharp.group.is_asked:
-        problem = f"is not implemented with mesh.tp={config.mesh.tp}: no communicator of three axes is given SHARP"
-        yield request.wrong("sharp.group", problem, "none", "sharp=none")
+tensor_parallelism_has_a_plan = refusal(
+    "mesh.tp",
+    lambda c: c.mesh.tp > 1 and c.model.family not in PLANNED,
+    "mesh.tp",
+    "model.family={model.family.name} has no tensor-parallel plan",
+    "mesh.tp=1; families that do: " + ", ".join(each.name for each in PLANNED),
+    "mesh.tp=1, or model=tiny",
+)
+tensor_parallelism_has_no_switch = refusal(
+    "mesh.tp",
+    lambda c: c.mesh.tp > 1 and c.sharp.group.is_asked,
+    "sharp.group",
+    "is not implemented with mesh.tp={mesh.tp}: no communicator of three axes is given SHARP",
+    "none",
+    "sharp=none",
+)
 
 
 @rule("mesh.tp", "model.vocab_size")
