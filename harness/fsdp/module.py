@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from harness.fsdp.build import Engine, engine_of
-from harness.fsdp.guards.sharded_twice import IGNORED_BY_DDP, refuse_ddp
 from harness.fsdp.sharding import copied, register_forward_method
 from harness.fsdp.update import norms
 
@@ -37,6 +36,8 @@ NAMES_OF_OTHERS = {
     "summon_full_params": "of FSDP1: `with model.unsharded():`",
 }
 """Attributes that torch's engines have on their models, and what to use here."""
+IGNORED_BY_DDP = "_ddp_params_and_buffers_to_ignore"
+"""Attribute that DistributedDataParallel, which would reduce gradients too, reads of the module it is given."""
 READ_HERE: dict[str, Callable[[Any], Any]] = {
     "engine": lambda model: engine_of(model),
     "module": lambda model: model,  # for one version
@@ -83,7 +84,12 @@ class FSDPModule(nn.Module):
             if name in READ_HERE:
                 return READ_HERE[name](self)
             if name == IGNORED_BY_DDP and not engine_of(self).is_closed:
-                refuse_ddp()
+                raise ValueError(
+                    "DistributedDataParallel around a model, or a part of one, that is sharded already: both would"
+                    " reduce its gradients, and training would be wrong. Leave DistributedDataParallel out and use the"
+                    " sharded model as it is; where it is a part of a larger model, shard the outermost module instead,"
+                    " and name what is gathered together in unit_modules (fully_shard_model: fsdp_unit_modules)"
+                ) from None
             if name in NAMES_OF_OTHERS:
                 raise AttributeError(f"{name}: {NAMES_OF_OTHERS[name]}") from None
             raise

@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from harness.fsdp.comm.mesh import Groups, kept_group
-from harness.fsdp.guards.sharded_twice import is_registered
 from harness.private_torch import parameters_of
 
 TABLES = (nn.Embedding, nn.EmbeddingBag)
@@ -150,7 +149,7 @@ PARTS: dict[str, Callable[[Any], Any]] = {
         lambda part: hasattr(part, MANAGED) or any(b.__module__.startswith(OTHER_ENGINES) for b in type(part).__mro__)
     ),
     f"is sharded already, by itself or as a part of another model: shard the outermost module once, and name what is"
-    f" gathered together in {UNITS}": is_registered,
+    f" gathered together in {UNITS}": lambda part: vars(part).get("__reduce_ex__") is refuse_copy,
     "is made by torch.jit.script or trace, which has no hooks that gather weights: shard the plain module, and compile"
     " with torch.compile": lambda part: isinstance(part, torch.jit.ScriptModule),
     "has sparse=True, and flat buffers hold dense gradients alone: build it with sparse=False": (
@@ -174,6 +173,15 @@ PARAMS: dict[str, Callable[[Any], Any]] = {
     ),
 }
 """Words that follow a parameter that cannot be, and how it is known."""
+
+
+def refuse_copy(*_: Any) -> None:
+    """Raise TypeError: instead of copy.deepcopy() and pickle; an attribute of every part of a sharded model."""
+    raise TypeError(
+        "a part of a sharded model cannot be copied, and no sharded model can be pickled (torch.save(model)): hooks,"
+        " collectives and flat storage are one of a kind. Copy the sharded model itself, by copy.deepcopy(model) on all"
+        " ranks; save its state_dict() or full_weights()"
+    )
 
 
 def _refuse(reasons: Mapping[str, Callable[[Any], Any]], held: Any, name: str) -> None:

@@ -19,11 +19,10 @@ from harness.fsdp.build import ENGINE, OWNER, BuildContext, Engine, engine_of
 from harness.fsdp.comm.communicator import Communicator
 from harness.fsdp.comm.device import usual_device
 from harness.fsdp.comm.mesh import Groups
-from harness.fsdp.guards import sharded_twice
 from harness.fsdp.guards.replicas import check_agreed
 from harness.fsdp.options import Options, refuse_unknown
 from harness.fsdp.policy import MixedPrecisionPolicy
-from harness.fsdp.preconditions import check_request, groups_of_mesh, resolve_classes
+from harness.fsdp.preconditions import check_request, groups_of_mesh, refuse_copy, resolve_classes
 from harness.fsdp.runtime.step import Call
 from harness.fsdp.storage.at_rest import ShardedParameters, sharded_of
 from harness.fsdp.storage.param_group import InitialValue, ParamGroup
@@ -79,11 +78,10 @@ def shard(
 
 def _mix_in(module: nn.Module, kind: Any, context: BuildContext, methods: Sequence[str]) -> Any:
     """Build an engine, which the module keeps. Its parts then refuse to be copied or pickled, as the engine's hooks on
-    them would be too, and are registered as sharded."""
+    them would be too, which also tells that they are sharded."""
     module.__dict__[ENGINE] = Engine(module, context)
     for part in module.modules():
         part.__dict__["__reduce_ex__"] = refuse_copy
-    sharded_twice.register(module)
     plain: Any = type(module)
     object.__setattr__(module, "__class__", _mixed(kind, plain))
     for name in methods:
@@ -167,15 +165,6 @@ def _on_meta(param: nn.Parameter, own: type, bucket: ParamGroup) -> Tensor:
     made.__class__ = own
     vars(made).update({name: value for name, value in vars(param).items() if not name.startswith("_")})
     return made
-
-
-def refuse_copy(*_: Any) -> None:
-    """Raise TypeError: instead of copy.deepcopy() and pickle."""
-    raise TypeError(
-        "a part of a sharded model cannot be copied, and no sharded model can be pickled (torch.save(model)): hooks,"
-        " collectives and flat storage are one of a kind. Copy the sharded model itself, by copy.deepcopy(model) on all"
-        " ranks; save its state_dict() or full_weights()"
-    )
 
 
 # -- methods as forwards -----------------------------------------------------------------------------------------------

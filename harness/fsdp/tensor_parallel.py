@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from math import prod
 from typing import Any, cast
 
 import torch
@@ -95,10 +94,6 @@ class TpShard:
             return self.shape
         begin, end = self.span()
         return (*self.shape[: self.dim], end - begin, *self.shape[self.dim + 1 :])
-
-    @property
-    def numel(self) -> int:
-        return prod(self.here)
 
     def cut(self, value: Tensor) -> Tensor:
         """This rank's TP shard; a value of its shape is returned. Raises ValueError for any other shape."""

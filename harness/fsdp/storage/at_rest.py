@@ -234,16 +234,12 @@ class ShardedParameters:
         made.grad_dtype = None  # main gradients may have another dtype than main weights
         kind = PortionAtRest if isinstance(rows, DTensor) else MainWeight
         cast(Any, made).__class__ = ShardedParameter if isinstance(rows, RaggedTensor) else kind
-        self._hold(made, rows)
-        return made
-
-    def _hold(self, param: Any, rows: Tensor) -> None:
         if isinstance(rows, RaggedTensor):
-            local = local_tensor(rows)
-            put_local_tensor(param, local)
-            put_spec(param, spec_of(rows))
-            param.base = local
+            local = cast(Any, made).base = local_tensor(rows)
+            put_local_tensor(made, local)
+            put_spec(made, spec_of(rows))
             setattr(local, BEFORE_WRITE, self.before_write)
+        return made
 
     def view(self, index: int, flats: Sequence[Tensor]) -> Tensor:
         """This rank's rows in flat tensors laid out as the main weights: a DTensor; plain where nothing cuts it."""
