@@ -50,7 +50,7 @@ class Capabilities:
     """True if the engine creates the communicators of both data-parallel axes itself, the owner of SHARP first."""
     tensor_parallel: bool = False
     fp8: bool = False
-    """True if linear layers may multiply in FP8 (dtype.fp8), with the history of delayed scaling updated and saved."""
+    """True if linear layers may multiply in FP8 (dtype.fp8)."""
     loss_scale: bool = False
     own_optimizers: bool = False
     adapter: str | None = None

@@ -45,7 +45,6 @@ from harness.fsdp.vocabulary import (
 )
 
 DYNAMIC = Only("dtype.loss_scale", "dynamic", choose="dtype.loss_scale=dynamic")
-DELAYED = Only("dtype.fp8", "delayed", choose="dtype=fp8_delayed")
 CKPT = Only("ckpt.policy", "last")
 WANDB = Only("wandb.mode", "offline", "online")
 BENCH = Only("measure.mode", "bench")
@@ -185,8 +184,6 @@ class DtypeConfig(Group):
     """Steps without overflow after which a dynamic loss scale doubles; it starts at 65536."""
     fp8: Fp8 | None = None
     """FP8 recipe of the projections of attention and feed-forward. null: they do not use FP8."""
-    fp8_history: Annotated[int, Range(1, 2**20, "steps"), DELAYED] = 1024
-    """Number of past steps whose largest magnitudes delayed scaling uses."""
 
 
 DTYPE_ROLES = tuple(each.name for each in fields(DtypeConfig) if each.type in ("Dtype", "Dtype | None"))

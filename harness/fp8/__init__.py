@@ -7,13 +7,12 @@ which format and which tiles each of the three operands has, and where scales co
 | recipe    | activations      | weights          | gradients        | scale of a tile                              |
 |-----------|------------------|------------------|------------------|----------------------------------------------|
 | `current` | e4m3, whole      | e4m3, whole      | e5m2, whole      | format's largest / amax, now                 |
-| `delayed` | e4m3, whole      | e4m3, whole      | e5m2, whole      | the same of the largest amax of past steps   |
 | `block`   | e4m3, 1x128      | e4m3, 128x128    | e4m3, 1x128      | the same, rounded down to a power of two     |
 | `mx`      | e4m3, 1x32       | e4m3, 1x32       | e4m3, 1x32       | 8-bit exponent of amax / largest, rounded up |
 | `mx_32x32`| e4m3, 1x32       | e4m3, 32x32      | e4m3, 1x32       | the same                                     |
 
-The first four are TransformerEngine's `Float8CurrentScaling`, `DelayedScaling`, `Float8BlockScaling` and
-`MXFP8BlockScaling` in their defaults. A tile that is longer in one direction lies along the dimension that the product
+The first three are TransformerEngine's `Float8CurrentScaling`, `Float8BlockScaling` and `MXFP8BlockScaling` in their
+defaults. A tile that is longer in one direction lies along the dimension that the product
 sums over; so an operand of two products is quantized twice, from the unquantized values (TransformerEngine's rowwise
 and columnwise). `mx_32x32` is torchtitan's MXFP8 (its pull request 4203): each line of a 32x32 tile is an MX block of
 the tile's exponent, whichever way it is read, so that one payload serves both directions. Its weights have other bits

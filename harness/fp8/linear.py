@@ -23,27 +23,20 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from harness.fp8.matmul import multiply
-from harness.fp8.quantize import WHOLE, Column, History, Quantized, amax_grid, is_8_bit, quantize, scales_of
+from harness.fp8.quantize import WHOLE, Column, Quantized, amax_grid, is_8_bit, quantize, scales_of
 from harness.fp8.recipes import Recipe, recipe_of
 from harness.fp8.tp_shards import adds_bias, gradient_of, input_here, output_of, take_largest, tp_shard_here
 from harness.private_torch import version_of
-
-HISTORY, SCALE = "fp8_amax_history", "fp8_scale"
-"""Buffers of a layer under delayed scaling."""
 
 
 class Fp8Linear(nn.Linear):
     """A linear layer of an FP8 recipe; made of an ordinary one by `convert`.
 
     Its weight is fp32, bf16 or fp16 and quantized at each use, or holds 8 bits already. Then whoever quantized it has
-    set `encoded_weight`, which gives what products take, as the weight [out, in] lies. ends_with_engine: an engine ends
-    the steps of delayed scaling.
+    set `encoded_weight`, which gives what products take, as the weight [out, in] lies.
     """
 
     recipe: Recipe
-    ends_with_engine: bool
-    fp8_amax_history: Tensor
-    fp8_scale: Tensor
     encoded_weight: Callable[[], Quantized] | None
 
     @staticmethod
@@ -51,18 +44,14 @@ class Fp8Linear(nn.Linear):
         module: nn.Module,
         recipe: str | Enum,
         chosen: Callable[[str, nn.Linear], bool] | None = None,
-        history: int = 1024,
-        device: torch.device | None = None,
     ) -> list[str]:
         """Make linear layers of a module multiply 8-bit numbers, in place, before sharding. Parameters are kept.
 
         Args:
             module: the module whose layers are changed.
-            recipe: current, delayed, block, mx or mx_32x32; see [Note: FP8].
+            recipe: current, block, mx or mx_32x32; see [Note: FP8].
             chosen: whether to convert a layer, by its name and module; None: all layers whose weight fits the recipe
                 and belongs to no other module.
-            history: number of past steps that delayed scaling uses.
-            device: device of the amax histories; None: that of the weights.
 
         Returns:
             The names of the converted layers, in definition order.
@@ -72,8 +61,6 @@ class Fp8Linear(nn.Linear):
                 that another module shares.
         """
         found = recipe_of(recipe)
-        if history < 1:
-            raise ValueError(f"history={history}: delayed scaling looks back at least 1 step")
         owners = Counter(id(param) for _, param in module.named_parameters(remove_duplicate=False))
         names: list[str] = []
         for name, layer in module.named_modules():
@@ -82,7 +69,7 @@ class Fp8Linear(nn.Linear):
                 continue
             problem = _problem(layer, found, owners)
             if not problem:
-                _become(layer, found, history, device or layer.weight.device)
+                _become(layer, found)
                 names.append(name)
             elif chosen is not None:
                 raise ValueError(f"{name or 'the module'} was chosen for fp8={found.name}, but {problem}")
@@ -93,80 +80,10 @@ class Fp8Linear(nn.Linear):
             )
         return names
 
-    @staticmethod
-    def delayed_state(module: nn.Module) -> dict[str, Tensor]:
-        """The amax histories and scales of delayed scaling, by the names of a module's buffers, not copied.
-
-        They belong into every checkpoint of such layers: neither follows from the weights.
-        """
-        layers = ((name, each) for name, each in module.named_modules() if isinstance(each, Fp8Linear))
-        return {f"{name}.{part}": held for name, each in layers for part, held in each.plain_buffers().items()}
-
-    @staticmethod
-    def update_scales(module: nn.Module, reduce: Callable[[Tensor], None] | None = None) -> None:
-        """Update the scales of delayed scaling, once per step, after optimizer.step(). Other recipes need no call.
-
-        Args:
-            module: what has the layers, the same on all ranks.
-            reduce: replaces a tensor in place by its maximum over all ranks that have other data or other TP shards;
-                None with a single such rank.
-
-        Raises:
-            RuntimeError: the layers are in a sharded model, whose engine updates the scales itself.
-        """
-        layers = layers_of(module)
-        if any(each.ends_with_engine for each in layers):
-            raise RuntimeError(
-                "optimizer.step() of a sharded model ends the step of its FP8 layers: drop update_scales()"
-            )
-        histories = [history for each in layers if (history := each.history) is not None]
-        if histories and reduce is not None:
-            seen = torch.stack([each.amax[0] for each in histories])
-            reduce(seen)
-            for each, amax in zip(histories, seen, strict=True):
-                each.amax[0] = amax
-        for each in histories:
-            each.update()
-
-    def reset_parameters(self) -> None:
-        super().reset_parameters()
-        if self.recipe.delayed:
-            self.fp8_amax_history.zero_()
-            self.fp8_scale.fill_(1.0)
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        before = self.plain_buffers()
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call] # torch leaves it unannotated
-        for name, held in before.items():  # casts leave these in fp32
-            moved = self.get_buffer(name)
-            if moved.dtype != held.dtype:
-                setattr(self, name, held.to(moved.device))
-        return self
-
-    def plain_buffers(self) -> dict[str, Tensor]:
-        """Buffers of delayed scaling by name, none under other recipes; no longer DTensors.
-
-        torch's `parallelize_module` makes these of buffers, though each rank has amaxes of its own operands.
-        """
-        names = (HISTORY, SCALE) if self.recipe.delayed else ()
-        for name in names:
-            held = self.get_buffer(name)
-            if isinstance(held, DTensor):
-                setattr(self, name, tp_shard_here(held))
-        return {name: self.get_buffer(name) for name in names}
-
     @property
     def is_held(self) -> bool:
         """An engine may keep the weight in 8 bits: it is trained, and both directions take the same tiles of it."""
         return self.weight.requires_grad and self.recipe.weights.is_symmetric
-
-    @property
-    def history(self) -> History | None:
-        """Amaxes and scales of delayed scaling; None under recipes without."""
-        if not self.recipe.delayed:
-            return None
-        buffers = self.plain_buffers()
-        return History(buffers[HISTORY], buffers[SCALE], [each.format for each in self.recipe.operands])
 
     def forward(self, input: Tensor) -> Tensor:
         """x w^T + bias: shape [..., in] to [..., out], in the dtype of x (of autocast where that is on).
@@ -194,7 +111,7 @@ class Fp8Linear(nn.Linear):
         """
         weight = tp_shard_here(self.weight)
         if not is_8_bit(weight.dtype):
-            held = self._quantize(Column.weights, weight, self.weight, transposed=transposed, trains=True)
+            held = self._quantize(Column.weights, weight, self.weight, transposed=transposed)
         elif self.encoded_weight is not None:
             held = self.encoded_weight()
         else:
@@ -205,29 +122,25 @@ class Fp8Linear(nn.Linear):
         return held.t if transposed else held
 
     def quantize_weight(self, weight: Tensor) -> Quantized:
-        """An unsharded weight [out, in] as it would be multiplied; as it lies. Records no amax."""
-        return self._quantize(Column.weights, weight, weight, transposed=False, trains=False)
+        """An unsharded weight [out, in] as it would be multiplied; as it lies."""
+        return self._quantize(Column.weights, weight, weight, transposed=False)
 
-    def quantize_pair(self, column: Column, values: Tensor, *, trains: bool = True) -> tuple[Quantized, Quantized]:
+    def quantize_pair(self, column: Column, values: Tensor) -> tuple[Quantized, Quantized]:
         """An input, or a gradient of the output, [rows, columns], and its transpose, each for a product over its last
-        dimension; trains: the step's amax is to know of it."""
-        first = self._quantize(column, values, values, transposed=False, trains=trains)
+        dimension."""
+        first = self._quantize(column, values, values, transposed=False)
         if self.recipe.operands[column].is_symmetric:
             return first, first.t
-        return first, self._quantize(column, values, values, transposed=True, trains=trains).t
+        return first, self._quantize(column, values, values, transposed=True).t
 
-    def _quantize(self, column: Column, values: Tensor, cut: Tensor, *, transposed: bool, trains: bool) -> Quantized:
+    def _quantize(self, column: Column, values: Tensor, cut: Tensor, *, transposed: bool) -> Quantized:
         """The values as they lie, in tiles for a product with them or with their transpose.
 
         cut: the tensor of which they are this rank's TP shard.
         """
         operand, scaling = self.recipe.operands[column], self.recipe.scaling
-        history, scale = self.history, None
-        if history is not None:
-            if trains:
-                history.record(column, amax_grid(values, operand.tile))
-            scale = history.scale[column].clone().view(1, 1)
-        elif column is Column.weights and operand.tile == WHOLE:
+        scale = None
+        if column is Column.weights and operand.tile == WHOLE:
             scale, _ = scales_of(take_largest(amax_grid(values, WHOLE), cut), operand.format, scaling)
         return quantize(values, operand.format, operand.tile.t if transposed else operand.tile, scaling, scale)
 
@@ -239,9 +152,9 @@ class _Product(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: Fp8Linear, trains: bool) -> Tensor:
         """x [tokens, in], weight [out, in], bias [out]; y [tokens, out] in the dtype of x.
 
-        trains: gradients are on; an evaluation leaves no trace in the scales of later steps.
+        trains: gradients are on.
         """
-        for_y, for_dw = layer.quantize_pair(Column.activations, x, trains=trains)
+        for_y, for_dw = layer.quantize_pair(Column.activations, x)
         y = multiply(for_y, layer.weight_for(transposed=False))
         if bias is not None and adds_bias(weight):
             y = y + tp_shard_here(bias).float()
@@ -288,7 +201,7 @@ def layers_of(module: nn.Module) -> list[Fp8Linear]:
     return [each for each in module.modules() if isinstance(each, Fp8Linear)]
 
 
-def _become(layer: Any, recipe: Recipe, history: int, device: torch.device) -> None:
+def _become(layer: Any, recipe: Recipe) -> None:
     """Make an ordinary layer one of a recipe, its weight and bias being kept."""
     ordinary = type(layer)
     if ordinary not in _MADE:  # its own methods stay
@@ -296,10 +209,6 @@ def _become(layer: Any, recipe: Recipe, history: int, device: torch.device) -> N
     layer.__class__ = _MADE[ordinary]
     layer.recipe = recipe
     layer.encoded_weight = None
-    layer.ends_with_engine = False
-    if recipe.delayed:
-        layer.register_buffer(HISTORY, torch.zeros(history, len(Column), dtype=torch.float32, device=device))
-        layer.register_buffer(SCALE, torch.ones(len(Column), dtype=torch.float32, device=device))
 
 
 _MADE: dict[Any, type] = {nn.Linear: Fp8Linear}

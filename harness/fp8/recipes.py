@@ -26,7 +26,7 @@ class Operand:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Formats and tiles of the operands (activations, weights, gradients); delayed: scales are those of past steps.
+    """Formats and tiles of the operands (activations, weights, gradients).
 
     Activations and gradients may have any number of rows: a tile cut short is quantized as if filled with zeros.
     """
@@ -34,7 +34,6 @@ class Recipe:
     name: str
     operands: tuple[Operand, Operand, Operand]
     scaling: Scaling
-    delayed: bool = False
 
     @property
     def weights(self) -> Operand:
@@ -54,7 +53,6 @@ _HYBRID = Operand(E4M3, WHOLE), Operand(E4M3, WHOLE), Operand(E5M2, WHOLE)
 _LINE, _MX = Operand(E4M3, Tile(1, 128)), Operand(E4M3, Tile(1, 32))
 RECIPES: Mapping[str, Recipe] = {
     "current": Recipe("current", _HYBRID, Scaling.exact),
-    "delayed": Recipe("delayed", _HYBRID, Scaling.exact, delayed=True),
     "block": Recipe("block", (_LINE, Operand(E4M3, Tile(128, 128)), _LINE), Scaling.power_of_two),
     "mx": Recipe("mx", (_MX, _MX, _MX), Scaling.exponent),
     "mx_32x32": Recipe("mx_32x32", (_MX, Operand(E4M3, Tile(32, 32)), _MX), Scaling.exponent),

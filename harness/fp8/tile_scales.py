@@ -61,12 +61,9 @@ class TileScales:
         if self.scaling is Scaling.exponent:
             self._exponents.copy_(maxima)
         else:
-            self.set(*scales_of(maxima, self.format, self.scaling))
-
-    def set(self, scale: Tensor, inverse: Tensor) -> None:
-        """Scale from here on by these, fp32, which broadcast to the grid."""
-        self.scale.copy_(scale)
-        self.inverse.copy_(inverse)
+            scale, inverse = scales_of(maxima, self.format, self.scaling)
+            self.scale.copy_(scale)
+            self.inverse.copy_(inverse)
 
     def encode(self, values: Tensor, start: int) -> Tensor:
         """The payload of some rows, flat; arguments as of `maxima`."""

@@ -9,8 +9,7 @@ cut along its last dimension, y a term of a sum). What is reduced where:
 - Amaxes of activations and gradients are of what this rank multiplies, as in TransformerEngine: nothing else is
   multiplied with them, and each product would wait for a collective.
 
-Under `delayed`, amaxes of all three become those of all ranks at the end of a step, so that scales of the next are the
-same everywhere. Tiles of the other recipes lie within a tp_shard: both its sizes must be multiples of the tile's.
+Tiles of the other recipes lie within a tp_shard: both its sizes must be multiples of the tile's.
 """
 
 from __future__ import annotations

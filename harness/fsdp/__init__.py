@@ -90,7 +90,6 @@ _FORMER = {
     "axis_groups": "harness.fsdp.SharpOwnership.axis_groups",
     "communicator_options": "torch.distributed.ProcessGroupNCCL.Options()",
     "convert_linears": "harness.fsdp.Fp8Linear.convert",
-    "update_scales": "harness.fsdp.Fp8Linear.update_scales",
     "watched": "harness.watchdog.Watchdog",
 }
 """Names of the versions before, and their present ones (docs/renamed.md)."""

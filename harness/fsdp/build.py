@@ -38,7 +38,7 @@ from harness.fsdp.runtime.weak_hooks import WeakHook
 from harness.fsdp.runtime.weights import Weights
 from harness.fsdp.state import StateAccess
 from harness.fsdp.storage.at_rest import ShardedParameters
-from harness.fsdp.storage.codec import Scales, layers_of, mark_weights
+from harness.fsdp.storage.codec import Scales, mark_weights
 from harness.fsdp.storage.dtensors import DTensorFactory
 from harness.fsdp.storage.gradients import GradientPlan
 from harness.fsdp.storage.memory import BucketMemory
@@ -175,8 +175,7 @@ class Engine:
             hooks.handles += [unit.module.register_forward_pre_hook(cast, with_kwargs=True) for unit in units]
         self.watchdog = self._watch()
         held = [(each.codec, each.main_shards, each.mesh) for each in buckets if each.codec is not None]
-        layers = layers_of(module)
-        scales = Scales(layers, held, meshes, is_expert) if layers else None
+        scales = Scales(held, meshes) if held else None
         self.weights = weights = Weights(hooks, meshes, self.user_buffers, options.check_replicas_every, scales)
         self.gradients = GradientSync(hooks, weights, self.integers)
         self.named_state = StateAccess(module, weights, self.gradients)

@@ -272,7 +272,7 @@ class MegatronModel(FSDPModule):
         for comm, replicas in held_by_several(engine.buckets, engine.meshes):
             for each in replicas:
                 each.tensor.copy_(comm.from_first(each.tensor, f"weights of {each.name}"))
-        engine.weights.install(step_ended=True)
+        engine.weights.install()
 
     @contextmanager
     def mixed_precision_context(self, mixed_precision_policy: MixedPrecisionPolicy) -> Iterator[None]:

@@ -195,7 +195,7 @@ class FSDPModule(nn.Module):
     def install_weights(self) -> None:
         """Copy updated main weights into the compute weights; gathered weights are dropped. *Collective.* A backward
         of an earlier forward is refused then. RuntimeError: compute weights were edited, which would be overwritten."""
-        engine_of(self).weights.install(step_ended=True)
+        engine_of(self).weights.install()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop main and local gradients. Storage does not depend on `set_to_none`. With False, a parameter that had a

@@ -1,9 +1,9 @@
 """The state of a sharded model as its user sees it, whole or by name; and how it is taken back.
 
-Keys are `weights/<parameter>` (main weights; compute weights of frozen parameters), `optimizer/<parameter>/<entry>` and
-`fp8/<layer>.<buffer>` (delayed scaling, unsharded). All share the engine's memory: what is written into them counts
-from the next forward or update on. Tensors with the parameter's shape are DTensors, plain ones where nothing cuts them.
-Counters such as `step` are plain tensors of shape [], one a parameter.
+Keys are `weights/<parameter>` (main weights; compute weights of frozen parameters) and `optimizer/<parameter>/<entry>`.
+All share the engine's memory: what is written into them counts from the next forward or update on. Tensors with the
+parameter's shape are DTensors, plain ones where nothing cuts them. Counters such as `step` are plain tensors of shape
+[], one a parameter.
 """
 
 from __future__ import annotations
@@ -14,15 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from harness.fp8.linear import Fp8Linear
 from harness.fsdp.storage.at_rest import sharded_of
 from harness.fsdp.storage.dtensors import as_target, refuse_split_experts
 from harness.fsdp.storage.param_group import ParamGroup
 from harness.fsdp.storage.parameter_access import HOME, check_names
 
 WEIGHTS, OPTIMIZER = "weights/", "optimizer/"
-NEVER = -1
-"""Version of main weights that are to be installed, whatever they hold."""
 Opt = torch.optim.Optimizer
 
 
@@ -77,9 +74,6 @@ def optimizer_entries(buckets: Sequence[ParamGroup], optimizers: Sequence[Opt]) 
     return found
 
 
-FP8 = "fp8/"
-
-
 class StateAccess:
     """weights, gradients: the model's `runtime.weights.Weights` and `runtime.gradient_sync.GradientSync`."""
 
@@ -91,7 +85,6 @@ class StateAccess:
 
     def full_weights(self) -> Iterator[tuple[str, Tensor]]:
         self.settle()
-        self._fp8_state()  # the scales of delayed scaling beside them are those of the next forward
         return self._unsharded(self.buckets, lambda bucket: bucket.main_shards, "weights")
 
     def full_gradients(self) -> Iterator[tuple[str, Tensor]]:
@@ -182,18 +175,7 @@ class StateAccess:
             for bucket in self.buckets
             for index, (name, _) in enumerate(bucket.params)
         }
-        return weights | optimizer_entries(self.buckets, stepped) | self._fp8_state()
-
-    def _fp8_state(self) -> dict[str, Tensor]:
-        """Buffers of delayed scaling, the same on all ranks; in place. *Collective* after a step.
-
-        A scale that is written into them counts once weights are encoded anew, which the next forward does.
-        """
-        if Fp8Linear.delayed_state(self.weights.module):
-            self.weights.bring_up_to_date()
-            for bucket in self.buckets:
-                bucket.installed_version = NEVER
-        return {FP8 + name: buffer for name, buffer in Fp8Linear.delayed_state(self.weights.module).items()}
+        return weights | optimizer_entries(self.buckets, stepped)
 
 
 COUNT = "num_batches_tracked"  # torch's batch norms did not save it once, and do without

@@ -85,7 +85,6 @@ class Fp8(Choice):
     gradient_precision: int
 
     current = "current", "One scale per tensor, from its current largest magnitude.", 16, 3
-    delayed = "delayed", "One scale per tensor, from its largest magnitude in past steps.", 16, 3
     block = "block", "One power of two as scale for each 128 values, and for each 128 x 128 of weights.", 128, 4
     mx = "mx", "MXFP8: one 8-bit exponent for each 32 values.", 32, 4
     mx_32x32 = "mx_32x32", "MXFP8 with one exponent for each 32 x 32 of weights, for both directions.", 32, 4

@@ -32,7 +32,7 @@ class TokenWorkload(ABC):
         self.model_config = config.model
         self.seed = config.train.seed
         self.may_leave_unused = may_leave_unused(config)
-        self.recipe, self.history = config.dtype.fp8, config.dtype.fp8_history
+        self.recipe = config.dtype.fp8
 
     @abstractmethod
     def build(self, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
@@ -52,7 +52,7 @@ class TokenWorkload(ABC):
         """
         if self.recipe is not None:
             chosen = lambda name, _: name.rpartition(".")[2] in derived.NAMES  # noqa: E731 - a name for it says more
-            Fp8Linear.convert(model, self.recipe, chosen, self.history, device=device)
+            Fp8Linear.convert(model, self.recipe, chosen)
 
     @abstractmethod
     def materialise_buffers(self, model: nn.Module, device: torch.device) -> None:

@@ -22,7 +22,7 @@ from harness.config.derived import (
 )
 from harness.config.schema import Config, Device, Numerics, OptimizerName, Strategy
 from harness.fp8.linear import layers_of
-from harness.fp8.quantize import WHOLE, Column
+from harness.fp8.quantize import WHOLE
 from harness.fp8.tp_shards import cut_along
 from harness.fsdp.runtime.units import Unit
 from harness.fsdp.storage.layout import round_up
@@ -127,13 +127,10 @@ class Peer(Step):
             self.rows.sent(axis, kind, times * moved, times)
 
     def close_step(self) -> None:
-        """Maxima of delayed scaling, those of weights at each use that have one scale, and squares for the norm, over
-        the tensor-parallel axis."""
+        """Maxima of weights at each use that have one scale, and squares for the norm, over the axis that cuts them."""
         layers = layers_of(self.model.module)
-        delayed = [layer for layer in layers if layer.recipe.delayed]
         cut = [each for each in layers if each.recipe.weights.tile == WHOLE and cut_along(each.weight) is not None]
-        uses = self.k * (2 + self.config.model.activation_checkpointing) * (not delayed)
-        self.move("all", "all_reduce", 4 * len(Column) * len(delayed))
+        uses = self.k * (2 + self.config.model.activation_checkpointing)
         self.move("tp", "all_reduce", 4, uses * len(cut))
         self.move("tp", "all_reduce", NUMBER)
 

@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from harness.fp8.linear import layers_of
-from harness.fp8.quantize import Column, Scaling
+from harness.fp8.quantize import Scaling
 from harness.fsdp.comm.communicator import Part
 from harness.fsdp.comm.fixed_point import NUM_COUNTERS
 from harness.fsdp.comm.reduction import PACKED_BYTES
@@ -148,12 +147,12 @@ def _agreements(model: Model) -> list[tuple[str, int, int]]:
 
 
 def _scales(model: Model) -> list[tuple[str, int, int]]:
-    """Axis, ranks and bytes: maxima of weights in 8 bits and of delayed scaling's histories, by axis and dtype."""
+    """Axis, ranks and bytes: maxima of weights in 8 bits, by axis and dtype."""
     sizes = {"inner": model.place.inner_size, "outer": model.place.outer_size, "tp": model.config.mesh.tp}
-    histories, sums = sum(len(Column) * 4 for each in layers_of(model.module) if each.recipe.delayed), []
+    sums = []
     held = [(bucket, each) for bucket in model.buckets if bucket.codec for each in bucket.codec.weights]
     for axis, size in sizes.items():
-        alike = Counter({4: histories})
+        alike: Counter[int] = Counter()
         for bucket, weight in held:
             width = 1 if weight.scales.scaling is Scaling.exponent else 4
             cut = weight.shares_tiles if axis == "tp" else getattr(bucket.cuts.own, axis) is SHARD

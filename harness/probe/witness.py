@@ -154,8 +154,7 @@ class Witness:
             weight = weight.to(self.rounded)
         if name not in self._in_8_bits:
             return (weight,)
-        here = weight.to(layer.fp8_scale.device if layer.recipe.delayed else weight.device)
-        found = layer.quantize_weight(here)
+        found = layer.quantize_weight(weight)
         return found.payload, found.scale_inv
 
     def used(self) -> list[int]:

@@ -60,6 +60,7 @@ RENAMED: Mapping[str, Mapping[str, str]] = {
 REMOVED: Mapping[str, Mapping[str, Any]] = {
     "launch": {"fail_fast": False, "fork": None},
     "cluster": {"bind_to_device": True, "container_image": None, "container_mounts": [], "gres": None},
+    "dtype": {"fp8_history": 1024},
     "engine": {"accumulate_unsharded": False, "unit_min_elements": 0, "prefetch_limit_bytes": None},
     "ckpt": {"background": False},
     "measure": {"rounding_fp8": False},

@@ -30,7 +30,6 @@ from harness.control import Control
 from harness.data.reread import Reread
 from harness.engines.base.plain import plain_model
 from harness.engines.protocol import TORCH_DTYPES, Microbatch, Seen
-from harness.fsdp import Fp8Linear
 from harness.models.workload import TokenWorkload, workload_for
 from harness.probe.meters import free_bytes
 from harness.probe.step_checks.local import LocalWatch
@@ -129,10 +128,6 @@ def _fill(model: nn.Module, session: Session, seen: Seen) -> None:
     weights = dict(model.named_parameters())
     for name, weight in session.engine.named_weights():
         weights[name].copy_(weight if seen.rounded is None else weight.to(seen.rounded))
-    theirs = Fp8Linear.delayed_state(seen.module)
-    for name, buffer in Fp8Linear.delayed_state(model).items():
-        if name in theirs:  # an engine of one's own may keep them elsewhere
-            buffer.copy_(theirs[name])
 
 
 @torch.no_grad()

@@ -67,12 +67,11 @@ engine=fsdp1 sharding=optim_grads dtype=fp8_current | dtype.fp8 |
     engine=native | engine=fsdp2 sharding=optim_grads dtype=fp8_current
 dtype=fp8_block | dtype.fp8 | model=tiny_wide | dtype=fp8_block model=tiny_wide
 dtype=mxfp8 model=moe model.num_kv_heads=4 | dtype.fp8 | model=tiny_wide | dtype=fp8_current
-dtype=fp8_delayed model=odd | dtype.fp8 | model=tiny | dtype=fp8_delayed engine=ddp
+dtype=fp8_current model=odd | dtype.fp8 | model=tiny | dtype=fp8_current engine=ddp
 dtype=fp8_block model=tiny_wide mesh.tp=2 mesh.world_size=2 | dtype.fp8 | mesh.tp=1 |
 data=synthetic mesh.tp=3 model.vocab_size=4 | model.vocab_size | model.vocab_size=6 |
 dtype=fp8_current sharp=dp | dtype.fp8 | sharp=none | dtype=fp8_current
 dtype=fp64 dtype.fp8=current | dtype.compute | dtype.compute=bf16 | dtype=fp32 dtype.fp8=current
-dtype=fp8_current dtype.fp8_history=4 | dtype.fp8_history | dtype=fp8_delayed | dtype=fp8_delayed
 engine=fsdp2 dtype=fp16 | dtype.loss_scale | engine=native | dtype=fp16
 dtype=fp16 engine.report_nan_in_param_grad=true | engine.report_nan_in_param_grad |
     dtype.loss_scale=none | dtype=bf16 engine.report_nan_in_param_grad=true

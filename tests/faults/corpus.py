@@ -95,8 +95,8 @@ FOUR = ("mesh.world_size=4", *K2)
 TP = (*FOUR, "mesh.tp=2")
 """Two tensor-parallel ranks in each of two groups with data of their own."""
 SEQUENCE = "mesh.sequence_parallel=true"
-FP8_CURRENT, FP8_DELAYED = "dtype=fp8_current", "dtype=fp8_delayed"
-HELD = ("current", "delayed", "block", "mx_32x32")
+FP8_CURRENT = "dtype=fp8_current"
+HELD = ("current", "block", "mx_32x32")
 """Recipes whose weights are kept and gathered in 8 bits."""
 SGD, MUON, NO_CLIP = "optimizer=sgd", "optimizer=muon", "optimizer.clip_norm=null"
 ZERO0, ZERO1, ZERO2, ZERO3 = (f"sharding={each.name}" for each in Strategy)

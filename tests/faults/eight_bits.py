@@ -1,4 +1,4 @@
-"""Faults of weights that are kept in 8 bits: of their scales, their payloads, and what delayed scaling knows."""
+"""Faults of weights that are kept in 8 bits: of their scales and their payloads."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from harness.fp8.linear import layers_of
-from harness.fp8.quantize import Quantized, largest
+from harness.fp8.quantize import Quantized
 from harness.fsdp.storage import codec
-from tests.faults.corpus import FP8_CURRENT, FP8_DELAYED, HELD, ZERO3
-from tests.faults.resume import on_load
+from tests.faults.corpus import FP8_CURRENT, HELD, ZERO3
 from tests.faults.site import Site, blend, fault, share
 
 
@@ -113,23 +112,3 @@ def stale_transposed_payload(site: Site) -> None:
 
         site.around(layer, "weight_for", wrap, always=True)
         site.after(site.engine, "step", turn, always=True)
-
-
-@fault(
-    "the scales of delayed scaling are made again from the history when a checkpoint is loaded",
-    "checkpoint",
-    cell=(ZERO3, FP8_DELAYED),
-    recipes=("delayed",),
-    resumes=True,
-    report="NVIDIA/TransformerEngine, DelayedScaling through DCP: payloads off by one",
-)
-def F28_scale_made_again_on_resume(site: Site) -> None:
-    histories = {each.scale.data_ptr(): each for layer in layers_of(site.model.module) if (each := layer.history)}
-
-    def change(scale: Tensor, _: Tensor) -> None:
-        history = histories[scale.data_ptr()]
-        amax = history.amax.amax(dim=0)
-        top = torch.tensor([largest(each) for each in history.formats])
-        blend(scale, torch.where(amax > 0, top / amax, scale), site.amount)
-
-    on_load(site, lambda key: key.endswith("fp8_scale"), change)

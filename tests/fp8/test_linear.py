@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import copy
-import math
-
 import pytest
 import torch
 from torch import Tensor, nn
 
 from harness.fp8.linear import Fp8Linear, layers_of
-from harness.fp8.matmul import emulate
-from harness.fp8.quantize import WHOLE, Column, Scaling, largest, quantize
+from harness.fp8.quantize import WHOLE, Column, Scaling, quantize
 from harness.fp8.recipes import RECIPES
 from harness.fp8.tile_scales import TileScales
 
@@ -21,7 +17,7 @@ TOKENS, IN, OUT = 37, 256, 128
 def _layer(recipe: str, *, bias: bool = True) -> Fp8Linear:
     torch.manual_seed(5)
     holder = nn.Sequential(nn.Linear(IN, OUT, bias=bias))
-    Fp8Linear.convert(holder, recipe, history=4)
+    Fp8Linear.convert(holder, recipe)
     layer = holder[0]
     assert isinstance(layer, Fp8Linear)
     return layer
@@ -40,7 +36,7 @@ def dequantized(values: Tensor, recipe: str, role: str, *, transposed: bool = Fa
     return quantize(lying, operand.format, operand.tile, found.scaling).dequantize().double()
 
 
-@pytest.mark.parametrize("recipe", [each for each in RECIPES if each != "delayed"])
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_three_products_are_those_of_the_quantized_operands(recipe: str) -> None:
     layer = _layer(recipe)
     x, grad = _scattered(TOKENS, IN).requires_grad_(), _scattered(TOKENS, OUT)
@@ -64,7 +60,6 @@ def test_three_products_are_those_of_the_quantized_operands(recipe: str) -> None
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_results_have_the_dtype_of_activations(recipe: str) -> None:
     layer = _layer(recipe).bfloat16()
-    assert all(buffer.dtype == torch.float32 for buffer in layer.buffers()), "scales are fp32 whatever weights are"
     x = torch.randn(TOKENS, IN, dtype=torch.bfloat16, requires_grad=True)
     layer(x).sum().backward()
     assert x.grad is not None
@@ -82,94 +77,12 @@ def test_scales_are_fp32_whatever_the_program_builds_models_in() -> None:
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
-        layer = _layer("delayed")
-        history = layer.history
         held = TileScales(WHOLE, (OUT, IN), torch.float8_e4m3fn, Scaling.exact, torch.device("cpu"))
-        assert history is not None
-        history.record(Column.weights, torch.tensor(3.0, dtype=torch.float32))
-        history.update()
+        held.take(torch.tensor([3.0], dtype=torch.float32))
     finally:
         torch.set_default_dtype(before)
-    kept = (history.amax, history.scale, held.scale, held.inverse)
-    assert [each.dtype for each in kept] == [torch.float32] * 4
-    assert history.scale[Column.weights] == torch.tensor(448.0) / 3.0
-
-
-def test_delayed_scales_are_those_of_past_steps() -> None:
-    layer = _layer("delayed")
-    history = layer.history
-    assert history is not None
-    seen: dict[Column, list[float]] = {each: [] for each in Column}
-    for step in range(7):
-        x = (torch.randn(TOKENS, IN) * 2.0 ** (step % 3)).requires_grad_()
-        grad = torch.randn(TOKENS, OUT) * 2.0**-step
-        for part in (slice(0, 5), slice(5, None)):  # two microbatches are one step
-            layer(x[part]).backward(grad[part])
-        for column, values in zip(Column, (x, layer.weight, grad), strict=True):
-            seen[column].append(float(values.detach().abs().max()))
-            assert history.amax[0, column] == seen[column][-1]
-        before = history.scale.clone()
-        expected_y = quantize(x.detach(), history.formats[0], WHOLE, Scaling.exact, before[0].view(1, 1))
-        weight = quantize(layer.weight, history.formats[1], WHOLE, Scaling.exact, before[1].view(1, 1))
-        assert torch.equal(layer(x), (emulate(expected_y, weight) + layer.bias))
-        Fp8Linear.update_scales(layer)
-        for column, format in zip(Column, history.formats, strict=True):
-            window = torch.tensor(max(seen[column][-4:]))
-            assert history.scale[column] == torch.tensor(largest(format)) / window
-            assert history.amax[0, column] == 0
-        with torch.no_grad():
-            layer.weight.mul_(1.1)
-
-
-def test_an_evaluation_leaves_no_trace_in_scales() -> None:
-    layer, x = _layer("delayed"), torch.ones(2, IN)
-    assert layer.history is not None
-    layer(x)
-    before = layer.history.amax.clone()
-    with torch.no_grad():
-        layer(30.0 * x)
-    assert torch.equal(layer.history.amax, before)
-
-
-def test_a_step_of_zeros_or_infinities_keeps_the_scale() -> None:
-    layer = _layer("delayed")
-    history = layer.history
-    assert history is not None
-    for value, kept in ((0.0, 1.0), (2.0, 224.0), (math.inf, 224.0), (math.nan, 224.0), (1e-44, 224.0)):
-        layer(torch.full((2, IN), value))
-        Fp8Linear.update_scales(layer)
-        assert history.scale[Column.activations] == kept
-    for _ in range(4):
-        layer(torch.full((2, IN), 1e-44))
-        Fp8Linear.update_scales(layer)
-    assert history.scale[Column.activations] == torch.finfo(torch.float32).max
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_state_continues_to_the_bit(recipe: str) -> None:
-    """Saved after a step and loaded into a new layer, which goes on with the same losses and weights."""
-
-    def step(layer: Fp8Linear, seed: int) -> None:
-        x = torch.randn(TOKENS, IN, generator=torch.Generator().manual_seed(seed))
-        layer.zero_grad()
-        layer(x).square().mean().backward()
-        with torch.no_grad():
-            for each in layer.parameters():
-                assert each.grad is not None
-                each.sub_(each.grad)
-        Fp8Linear.update_scales(layer)
-
-    one = _layer(recipe)
-    for seed in range(3):
-        step(one, seed)
-    other = _layer(recipe)
-    other.load_state_dict(copy.deepcopy(one.state_dict()))
-    for seed in range(3, 5):
-        step(one, seed)
-        step(other, seed)
-    for name, value in one.state_dict().items():
-        assert torch.equal(value, other.state_dict()[name]), name
-    assert any("amax" in name for name in one.state_dict()) == (recipe == "delayed")
+    assert [each.dtype for each in (held.scale, held.inverse)] == [torch.float32] * 2
+    assert held.scale.item() == torch.tensor(448.0) / 3.0
 
 
 def test_weights_cast_by_somebody_else_are_refused() -> None:
@@ -197,7 +110,5 @@ def test_conversion_takes_what_fits_and_refuses_by_name() -> None:
         Fp8Linear.convert(model(), "current", lambda name, layer: name == "3")
     with pytest.raises(ValueError, match="found no linear layer in Sequential"):
         Fp8Linear.convert(nn.Sequential(nn.Linear(15, 16)), "current")
-    with pytest.raises(ValueError, match="recipe='fp4' is not one of current, delayed, block, mx, mx_32x32"):
+    with pytest.raises(ValueError, match="recipe='fp4' is not one of current, block, mx, mx_32x32"):
         Fp8Linear.convert(model(), "fp4")
-    with pytest.raises(ValueError, match="history=0"):
-        Fp8Linear.convert(model(), "delayed", history=0)

@@ -108,7 +108,7 @@ def test_operands_of_8_bits_are_counted_once_a_product(recipe: str) -> None:
     assert run.gradient == pytest.approx(gradient, rel=0.01)
     assert run.forward == pytest.approx(forward, rel=0.01)
     assert run.quantized(1) < run.quantized() < run.gradient
-    assert replace(run, fp8="delayed").gradient > 1, "a first step under scales of one may lose anything"
+    assert replace(run, fp8="delayed").gradient > 1, "a recipe of an earlier version may lose anything"
 
 
 def test_rounding_to_few_bits_tilts_in_second_order_alone() -> None:

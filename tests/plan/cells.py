@@ -54,7 +54,7 @@ FP8 = [
     Cell(2, 1, ("model.dim=128", "model.ffn_dim=192", f"dtype={dtype}", f"sharding={strategy}"))
     for dtype, strategy in (
         ("fp8_current", "optim_grads_params"),
-        ("fp8_delayed", "optim"),
+        ("fp8_current", "optim"),
         ("mxfp8", "optim_grads_params"),
         ("mxfp8", "no_shard"),
     )
@@ -63,7 +63,7 @@ FP8_TENSOR = [
     Cell(4, k, ("model.dim=128", "model.ffn_dim=256", f"dtype={dtype}", f"sharding={strategy}"), tp=2)
     for k, dtype, strategy in (
         (1, "fp8_current", "optim_grads_params"),
-        (2, "fp8_delayed", "optim"),
+        (2, "fp8_current", "optim"),
         (1, "mxfp8", "optim_grads"),
     )
 ]
@@ -97,7 +97,7 @@ PEERS = [
         (4, 2, 1, "fsdp2 sharding=optim_grads mesh.dp_outer=4 optimizer=sgd optimizer.momentum=0.9"),
         (4, 2, 2, "fsdp2 dtype=bf16 mesh.sequence_parallel=true"),
         (4, 1, 2, "fsdp2 dtype=fp32 mesh.sequence_parallel=true"),
-        (2, 1, 1, "fsdp2 dtype=fp8_delayed model.dim=128 model.ffn_dim=192"),
+        (2, 1, 1, "fsdp2 dtype=fp8_current model.dim=128 model.ffn_dim=192"),
         (4, 2, 2, "fsdp2 dtype=fp8_current model.dim=128 model.ffn_dim=256"),
         (2, 2, 1, "fsdp1 sharding=optim_grads dtype=bf16_comm"),
         (3, 1, 1, "fsdp1 sharding=optim_grads_params dtype=bf16 model.dim=56 model.ffn_dim=51"),
@@ -106,7 +106,7 @@ PEERS = [
         (4, 2, 1, "fsdp1 sharding=optim_grads mesh.dp_outer=4"),
         (2, 2, 1, "ddp sharding=no_shard dtype=bf16_comm"),
         (3, 1, 1, "ddp numerics=deterministic dtype=bf16 model=moe"),
-        (2, 1, 1, "ddp dtype=fp8_delayed model.dim=128 model.ffn_dim=192"),
+        (2, 1, 1, "ddp dtype=fp8_current model.dim=128 model.ffn_dim=192"),
         (2, 1, 1, "ddp model.dim=512 model.ffn_dim=1400"),
         (2, 3, 1, "megatron_fsdp sharding=optim_grads_params dtype=bf16 model=moe model.skip_idle=false"),
         (2, 2, 1, "megatron_fsdp sharding=no_shard dtype=bf16"),

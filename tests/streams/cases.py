@@ -167,7 +167,7 @@ OTHERS = (
     Case("optim_grads", more=READING, policy="bf16"),
     Case("optim", more=LOADING, offload=True, policy="bf16"),
     Case("optim_grads_params", more="8 bits, current", k=2, clip=True),
-    Case("optim_grads_params", "optim", more="8 bits, delayed", policy="bf16"),
+    Case("optim_grads_params", "optim", more="8 bits, current", policy="bf16"),
     Case("optim_grads", "no_shard", more="8 bits, block", recompute="kept"),
     Case("optim_grads_params", more="8 bits, block", buffers="user", policy="bf16_comm"),
     Case("optim", more="8 bits, mx", offload=True),
@@ -175,7 +175,7 @@ OTHERS = (
     Case("optim_grads_params", "optim", more="8 bits, mx", recompute="kept", buffers="double"),
     Case("optim_grads_params", "no_shard", more=LATE, k=1),
     Case("no_shard", "no_shard", more="8 bits, current", buffers="double", policy="bf16"),
-    Case("no_shard", more="8 bits, delayed", k=2, backward_on="other"),
+    Case("no_shard", more="8 bits, current", k=2, backward_on="other"),
 )
 """Cases with them."""
 

@@ -140,10 +140,9 @@ _EIGHT_BITS = (
 
 
 def _in_8_bits(recipe: Fp8) -> tuple[Layout, ...]:
-    """Layouts of a recipe: 128 rows are too many for four TP shards of 256; this peer knows no delayed scaling."""
+    """Layouts of a recipe: 128 rows are too many for four TP shards of 256."""
     fit = (each for each in _EIGHT_BITS if not (recipe is Fp8.block and each.tp == 4))
-    able = (each for each in fit if not (recipe is Fp8.delayed and each.engine == "fsdp2"))
-    return tuple(replace(each, dtype="fp32", model="wide", recipe=recipe) for each in able)
+    return tuple(replace(each, dtype="fp32", model="wide", recipe=recipe) for each in fit)
 
 
 TP_LAYOUTS: dict[str, tuple[Layout, ...]] = {
@@ -192,16 +191,8 @@ class Quantizing(Spoiled):
         for part in model.modules():
             if isinstance(part, nn.Linear):
                 part.__class__ = nn.Linear  # of a class that only leaves its values to the workload
-        Fp8Linear.convert(model, self.recipe, lambda name, _: name.startswith("blocks."), history=2)
+        Fp8Linear.convert(model, self.recipe, lambda name, _: name.startswith("blocks."))
         return model
-
-    def materialise_buffers(self, model: nn.Module, device: torch.device) -> None:
-        """Histories too."""
-        self._workload.materialise_buffers(model, device)
-        for layer in model.modules():
-            if isinstance(layer, Fp8Linear) and self.recipe is Fp8.delayed:
-                layer.fp8_amax_history = torch.zeros_like(layer.fp8_amax_history, device=device)
-                layer.fp8_scale = torch.ones_like(layer.fp8_scale, device=device)
 
 
 def build(config: Config, rank: int, recipe: Fp8 | None = None) -> Engine:

@@ -136,10 +136,9 @@ def test_a_clean_run_ends_with_the_function_it_began_with(tmp_path: Path, kind: 
     assert np.isnan(column(run)[: STEPS - 1]).all()
 
 
-@pytest.mark.parametrize("recipe", [Fp8.delayed, Fp8.mx])
+@pytest.mark.parametrize("recipe", [Fp8.current, Fp8.mx])
 def test_a_clean_run_of_8_bits_does_so(tmp_path: Path, recipe: Fp8) -> None:
-    """Delayed scaling begins with an empty history, as the plain model does. Weights are ones of its own in the main
-    dtype, or a copy that was cast, which is no parameter."""
+    """Weights are ones of its own in the main dtype, or a copy that was cast, which is no parameter."""
     sizes = {"model__dim": 64, "model__ffn_dim": 64, "model__vocab_size": 64}
     run = trained(tmp_path, "bf16", dtype__fp8=recipe, **sizes)
     assert found(run) == []

@@ -40,7 +40,7 @@ KEPT = ("loss", "grad_norm", "param_norm", "lr", "data_digest", "comm", "counter
 
 
 def config_of(name: EngineName, strategy: Strategy, kind: str, every: int) -> Any:
-    more = {"dtype__fp8": Fp8.delayed, "dtype__fp8_history": 2} if kind else {}
+    more = {"dtype__fp8": Fp8.current} if kind else {}
     sharded = {"engine__name": name, "sharding__strategy": strategy, "mesh__world_size": 2, "train__steps": 4}
     return small_config(**sharded, **more, train__param_norm_every=1, measure__validate_every=every)
 
@@ -172,23 +172,6 @@ def test_modes_and_random_numbers_are_as_before() -> None:
         torch.rand(3)
     assert torch.equal(before, torch.get_rng_state())
     assert [each.training for each in module.modules()] == modes == [True, True, False]
-
-
-def spoiled(rank: int, folder: str) -> None:
-    right = native.NativeEngine.evaluate
-
-    def evaluate(self: Any, batches: Any) -> list[float]:
-        self.model.install_weights()
-        return right(self, batches)
-
-    with mock.patch.object(native.NativeEngine, "evaluate", evaluate):
-        both(rank, folder, [(EngineName.native, ZERO3, "fp8")])
-
-
-@kills("Held-out data", "scales follow", "An evaluation ends a step of delayed FP8 scaling")
-def test_an_evaluation_that_leaves_a_trace_is_found(tmp_path: Path) -> None:
-    run_ranks(spoiled, 2, str(tmp_path))
-    assert differences(str(tmp_path), (EngineName.native, ZERO3, "fp8")) != []
 
 
 def unsent(rank: int, folder: str) -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.config.schema import CkptPolicy, Config, Dtype, EngineName, Fp8, OptimizerName, OuterStrategy, Strategy
+from harness.config.schema import CkptPolicy, Config, Dtype, EngineName, OptimizerName, OuterStrategy, Strategy
 from harness.engines.protocol import Engine
 from harness.probe.step_checks.sketch import SKETCHES, Signs, Sketch
 from harness.store import check_stream
@@ -111,20 +111,6 @@ def test_every_step_of_every_engine_is_checked(
             assert np.flatnonzero(~np.isnan(stream.column(once))).tolist() == [3], "the last captured step"
             usual = 20 * ROUNDED if run.name == "deepspeed-optim_grads_params" else ROUNDED  # adds in another order
             assert stream.column(once)[3] <= (1e-9 if run.name.endswith("bf16") else usual), (run.name, once)
-
-
-def trains_delayed(rank: int, folder: str) -> None:
-    sizes = {"model__dim": 64, "model__ffn_dim": 64, "model__vocab_size": 64}
-    for kind in OURS:
-        config = configured(kind, dtype__fp8=Fp8.delayed, measure__capture_steps=[4], **sizes)
-        train(with_dtypes(config, Dtype.bf16, Dtype.fp32), Path(folder, kind), rank)
-
-
-def test_gradients_worked_out_again_have_the_scales_of_their_own_step(tmp_path: Path) -> None:
-    """Our engine makes them when somebody asks, between an update and the next forward."""
-    run_ranks(trains_delayed, 2, str(tmp_path))
-    for kind in OURS:
-        assert read(tmp_path / kind).column("again")[3] <= 1e-9, kind
 
 
 def looks_or_not(rank: int, folder: str) -> None:

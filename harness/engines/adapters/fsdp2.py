@@ -44,7 +44,6 @@ from torch.distributed.tensor import DTensor
 
 from harness.config.schema import Config, OptimizerName, Strategy
 from harness.engines import optim
-from harness.engines.base.plain import scales_of
 from harness.engines.base.sharded import ShardedEngine, data_parallel_mesh, grid_mesh, refuse_scalars, units_of
 from harness.engines.protocol import Microbatch, Ranks, Seen, State, Workload
 from harness.fsdp import TpShard
@@ -150,7 +149,7 @@ class Fsdp2Engine(ShardedEngine):
         tensors: dict[str, Tensor] = {f"weights/{name}": weight for name, weight in self.weights.items()}
         moments = optim.optimizer_state(self.optimizer, self.names)
         tensors |= {f"optimizer/{key}": value for key, value in moments.items()}
-        return State(tensors | scales_of(self.model), lambda: None)
+        return State(tensors, lambda: None)
 
     def _rhythm(self, last: bool) -> AbstractContextManager[object]:
         # Not set_is_last_backward(last): the order of units would then be kept from one microbatch to the next, and the

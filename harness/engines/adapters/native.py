@@ -74,7 +74,7 @@ class NativeEngine(Engine):
 
     def evaluate(self, batches: Iterable[Microbatch]) -> list[float]:
         """Updated weights are installed before, and again in the next forward, so that a step sends what it does
-        without an evaluation; only maxima of delayed FP8 scaling are exchanged here."""
+        without an evaluation."""
         if self._scaled is None or not self._scaled.skipped:
             self.model.install_weights()
         with evaluating(self.model, self.device):

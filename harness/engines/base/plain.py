@@ -1,7 +1,7 @@
 """Modules of engines with plain parameters only: casts, FP8 layers, and evaluation.
 
 Before every forward a copy of each parameter in the compute dtype shadows it, and autograd returns gradients of the
-parameter. Weights of FP8 layers are ordinary ones too, quantized at each use; delayed scaling is updated here.
+parameter. Weights of FP8 layers are ordinary ones too, quantized at each use.
 """
 
 from __future__ import annotations
@@ -10,11 +10,10 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from harness.config.schema import Config
-from harness.engines.protocol import TORCH_DTYPES, Ranks, Workload
+from harness.engines.protocol import TORCH_DTYPES, Workload
 from harness.fsdp import Fp8Linear
 
 
@@ -34,32 +33,15 @@ def shadow_weights(model: nn.Module, dtype: torch.dtype, uncast: Collection[int]
     model.register_forward_pre_hook(shadow)
 
 
-FP8 = "fp8/"
-
-
-def end_step(model: nn.Module, ranks: Ranks) -> None:
-    """Close a step of delayed scaling. Collective over all ranks, if any layer uses it."""
-    Fp8Linear.update_scales(model, _take_largest if ranks.world_size > 1 else None)
-
-
-def scales_of(model: nn.Module) -> dict[str, Tensor]:
-    return {FP8 + name: buffer for name, buffer in Fp8Linear.delayed_state(model).items()}
-
-
 def uncast(model: nn.Module) -> set[int]:
     """Ids of parameters quantized from the main weights' dtype: a cast to the compute dtype would round twice."""
     return {id(layer.weight) for layer in model.modules() if isinstance(layer, Fp8Linear) and layer.is_held}
 
 
-def _take_largest(amaxes: Tensor) -> None:
-    dist.all_reduce(amaxes, op=dist.ReduceOp.MAX)
-
-
 @contextmanager
 def evaluating(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Context in which modules evaluate; modes, random numbers and scales of FP8 are then as before."""
+    """Context in which modules evaluate; modes and random numbers are then as before."""
     modes = [(module, module.training) for module in model.modules()]
-    scales = [(buffer, buffer.clone()) for buffer in Fp8Linear.delayed_state(model).values()]
     model.eval()
     try:
         with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
@@ -67,9 +49,6 @@ def evaluating(model: nn.Module, device: torch.device) -> Iterator[None]:
     finally:
         for module, mode in modes:
             module.training = mode
-        with torch.no_grad():
-            for buffer, before in scales:
-                buffer.copy_(before)
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from harness.config.derived import microbatches_per_rank
 from harness.config.schema import Config
 from harness.engines import optim
-from harness.engines.base.plain import end_step, evaluating, scales_of, shadow_weights, uncast
+from harness.engines.base.plain import evaluating, shadow_weights, uncast
 from harness.engines.protocol import TORCH_DTYPES, Engine, Microbatch, Ranks, Seen, State, Workload
 from harness.fsdp import TpShard, create_state
 from harness.probe.step_checks.pieces import Piece
@@ -116,7 +116,6 @@ class ShardedEngine(Engine):
 
     def _update(self) -> None:
         self.optimizer.step()
-        end_step(self.model, self.ranks)
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
         found, dtype = self.local_gradients(), TORCH_DTYPES[self.config.dtype.main_grads]
@@ -139,7 +138,7 @@ class ShardedEngine(Engine):
         state = {f"weights/{name}": self._piece(weight) for name, weight in self.weights.items()}
         moments = optim.optimizer_state(self.optimizer, self.names)
         state |= {f"optimizer/{key}": self._piece(value) for key, value in moments.items()}
-        return state | scales_of(self.model)
+        return state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Load all or nothing; the next forward gathers from the same memory."""

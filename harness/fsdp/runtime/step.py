@@ -172,7 +172,6 @@ class Step:
         self.plan = shape.plan(sync=True, adds=False)
         self.is_installed = True  # False after step(install_optimized_model_weights=False)
         self.num_updates = 0
-        self.has_ended = False  # gradients were finished since the last install
         self.has_sums = False  # a backward of this step is reduced
         self.running: set[str] = set()  # units whose forward runs, not counting recomputation in a backward
         self.in_forward = False  # from the model's pre-forward to its post-forward
@@ -282,7 +281,6 @@ class Step:
 
     def finished(self) -> None:
         self.move(Call.finish_grad_sync)
-        self.has_ended = True
 
     def zero_grad(self) -> None:
         self.move(Call.zero_grad)
@@ -294,7 +292,7 @@ class Step:
 
     def weights_installed(self) -> None:
         self.num_updates += 1
-        self.has_ended, self.is_installed = False, True
+        self.is_installed = True
 
     def check_installed(self) -> None:
         if not self.is_installed:

@@ -58,15 +58,14 @@ class Weights:
     def bring_up_to_date(self) -> None:
         """Install main weights written since the last install. *Collective* if any were."""
         if any(bucket.is_stale for bucket in self.buckets):
-            self.install(step_ended=self.step.has_ended)
+            self.install()
 
     @by_engine
-    def install(self, *, step_ended: bool = False) -> None:
+    def install(self) -> None:
         """Install main weights as compute weights and reshard. *Collective.*
 
-        step_ended: after an optimizer step, which ends a step of delayed scaling. RuntimeError: compute weights were
-        edited in place and would be overwritten; or `unsharded()` holds some. ReplicaDrift: see
-        `harness.fsdp.guards.replicas.check_equal`.
+        RuntimeError: compute weights were edited in place and would be overwritten; or `unsharded()` holds some.
+        ReplicaDrift: see `harness.fsdp.guards.replicas.check_equal`.
         """
         self.refuse_held()
         self.adopt_edits()
@@ -74,7 +73,7 @@ class Weights:
         self.wait()
         self.step.weights_installed()
         if self.scales is not None:
-            self.scales.refresh(step_ended=step_ended)
+            self.scales.refresh()
         self._install(self.buckets)
         self._num_installs += 1
         compares = self.check_every and self._num_installs % self.check_every == 0
@@ -100,7 +99,7 @@ class Weights:
         held = ((each, each.codec.weights) for each in self.buckets if each.codec is not None)
         cut = [bucket for bucket, weights in held if any(each.shares_tiles for each in weights)]
         if cut and self.scales is not None:
-            self.scales.refresh(step_ended=False)
+            self.scales.refresh()
         self._install(cut)
         self.wait()
 

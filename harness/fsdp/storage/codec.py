@@ -10,12 +10,8 @@ A scale belongs to a tile of the unsharded weight, of which a rank may hold some
 own rows, then all ranks that cut the weight take the largest, in one all-reduce for all layers (two where both axes
 cut). A maximum has no order, so every rank makes the same scales of it, and casts its rows as if it cast all of them:
 shards that are gathered are the unsharded weight quantized. Scales are on every rank and never travel. Where a plan of
-tensor parallelism has cut the weight, a bucket holds this rank's tp_shard, and `current` and `delayed` take the largest
-over that axis too. A TP shard of the other recipes consists of entire tiles: its scales are its own.
-
-Under delayed scaling the scale comes from the layer's history (see [Note: Delayed]): at the end of a step the history
-is closed first, then weights are quantized under its new scale, then their own amax begins the next record. Weights
-that are loaded are quantized under the scale that was saved with them: no step ends there, and the payload is the same.
+tensor parallelism has cut the weight, a bucket holds this rank's tp_shard, and `current` takes the largest over that
+axis too. A TP shard of the other recipes consists of entire tiles: its scales are its own.
 """
 
 from __future__ import annotations
@@ -26,8 +22,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from harness.fp8.linear import Fp8Linear, layers_of as layers_of
-from harness.fp8.quantize import WIDENED, Column, History, Quantized, is_8_bit
+from harness.fp8.linear import Fp8Linear
+from harness.fp8.quantize import WIDENED, Quantized, is_8_bit
 from harness.fp8.tile_scales import TileScales
 from harness.fp8.tp_shards import tp_shard_here
 from harness.fsdp.comm.communicator import Communicator
@@ -48,7 +44,6 @@ def mark_weights(module: nn.Module) -> None:
     for name, layer in module.named_modules():
         if not isinstance(layer, Fp8Linear):
             continue
-        layer.plain_buffers()
         weight, recipe, here = layer.weight, layer.recipe, tp_shard_here(layer.weight)
         if is_8_bit(here.dtype):
             raise ValueError(
@@ -96,14 +91,8 @@ class Fp8Weight:
         return self.scales.maxima(values, start).view(-1)
 
     def rescale(self, maxima: Tensor) -> None:
-        """Set scales from the largest `maxima` of all ranks; or from the history, which records these."""
-        history = self.layer.history
-        if history is None:
-            self.scales.take(maxima)
-            return
-        scale = history.scale[Column.weights].view(1, 1)
-        self.scales.set(scale, scale.reciprocal())
-        history.record(Column.weights, maxima.view(1, 1))
+        """Set scales from the largest `maxima` of all ranks."""
+        self.scales.take(maxima)
 
 
 class Fp8Codec:
@@ -162,52 +151,28 @@ Held = Sequence[tuple[Fp8Codec, Sequence[Tensor], Mesh]]
 class Scales:
     """Scales of one model's FP8 layers, by one all-reduce an axis for all of them (two where recipes are mixed).
 
-    The engine ends the steps of these layers from now on.
-
-    Args:
-        held: all of the model's codecs with this rank's main weights and the mesh that cuts them.
-        is_expert: chooses the mesh of the ranks that see other data of a weight.
+    held: all of the model's codecs with this rank's main weights and the mesh that cuts them.
     """
 
-    def __init__(
-        self, layers: Sequence[Fp8Linear], held: Held, meshes: Meshes, is_expert: Callable[[Tensor], bool]
-    ) -> None:
-        for layer in layers:
-            layer.ends_with_engine = True
-        delayed = [each for each in layers if each.recipe.delayed]
-        self._delayed = [(weakref.ref(each), meshes.of(expert=is_expert(each.weight))) for each in delayed]
-        self._held = held
-        self._meshes = meshes
+    def __init__(self, held: Held, meshes: Meshes) -> None:
+        self._held, self._meshes = held, meshes
 
-    def refresh(self, *, step_ended: bool) -> None:
-        """Compute scales for main weights as they are now. *Collective* where 8-bit weights are cut, and at the end of
-        a step of delayed scaling.
-
-        step_ended: an optimizer has updated them; else they were loaded or edited, and delayed scales stay.
-        """
+    def refresh(self) -> None:
+        """Compute scales for main weights as they are now. *Collective* where 8-bit weights are cut."""
         found = [
             (weight, codec, mesh, weight.maxima(rows, local.start))
             for codec, shards, mesh in self._held
             for weight, rows, local in codec.local(shards)
         ]
-        histories = self._histories() if step_ended else []
         for mesh in self._meshes:
-            seen = [each.amax[0] for each, of in histories if of is mesh]
             for axis, comm in ((Axis.inner, mesh.inner), (Axis.outer, mesh.outer)):
                 cut = [
                     each for _, codec, of, each in found if of is mesh and getattr(codec.cuts.own, axis.name) is SHARD
                 ]
-                _take_largest(comm, [*cut, *seen])
-        elsewhere = [each for weight, _, _, each in found if weight.shares_tiles]
-        _take_largest(self._meshes.tensor, [*elsewhere, *(each.amax[0] for each, _ in histories)])
-        for history, _ in histories:
-            history.update()
+                _take_largest(comm, cut)
+        _take_largest(self._meshes.tensor, [each for weight, _, _, each in found if weight.shares_tiles])
         for weight, _, _, maxima in found:
             weight.rescale(maxima)
-
-    def _histories(self) -> list[tuple[History, Mesh]]:
-        layers = ((layer(), mesh) for layer, mesh in self._delayed)
-        return [(layer.history, mesh) for layer, mesh in layers if layer is not None and layer.history is not None]
 
 
 def _take_largest(comm: Communicator | None, tensors: Sequence[Tensor]) -> None:

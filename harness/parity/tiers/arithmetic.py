@@ -227,11 +227,11 @@ class Arithmetic:
         """Relative error of FP8 operands: two roundings a product.
 
         Passes are the forward alone, or the forward, its activations again, the backward, and the product of the
-        weight's gradient. The first step of delayed scaling has scales of 1, under which anything may be lost: 1.
+        weight's gradient.
         """
         if not self.fp8 or self.family is ModelFamily.ext:  # what is observed has them in it
             return 0.0
-        if self.fp8 == "delayed":
+        if self.fp8 not in FP8_UNIT:  # a recipe of an earlier version
             return 1.0
         unit, of_gradients = FP8_UNIT[self.fp8]
         products = FP8_BLOCK * self.layers

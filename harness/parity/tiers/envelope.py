@@ -50,14 +50,6 @@ class Envelope:
         return _most(self.arm.swapped(math.hypot(self.arm.forward, self.control.forward), self.arm.tokens))
 
     @property
-    def loses_gradients(self) -> bool:
-        """True if delayed scaling may lose other gradients at step 1 in one run than in the other.
-
-        Its first scales are 1, and e5m2 keeps nothing below 2^-17: what is lost depends on what losses are divided by.
-        """
-        return "delayed" in (self.arm.fp8, self.control.fp8)
-
-    @property
     def rerouted(self) -> float:
         """Effect of flips on a gradient that all tokens feed: each replaces one token's share by another.
 

@@ -52,8 +52,6 @@ def first_step(
         [_scale(pair, envelope, factors) for pair in pairs],
     ]
     kinds = _excused(kinds, envelope)
-    if envelope.loses_gradients:
-        kinds = [[_lost(finding) for finding in findings] for findings in kinds]
     return [findings for findings in kinds if findings]
 
 
@@ -67,16 +65,6 @@ def _excused(kinds: Sequence[list[Finding]], envelope: Envelope) -> list[list[Fi
     if not off or len(off) > 2 * envelope.flips:
         return list(kinds)
     return [[_doubt(finding) if _refuted_expert(finding) else finding for finding in findings] for findings in kinds]
-
-
-LOST = "the first step of delayed scaling has scales of 1, and loses gradients that are small once losses are divided"
-
-
-def _lost(finding: Finding) -> Finding:
-    """Finding of a size in doubt at most, and without a cause: any share of a gradient may be lost."""
-    if finding.grade is Grade.ok or isinstance(finding.observed, str):
-        return finding
-    return replace(finding, grade=Grade.doubt, note=LOST)
 
 
 def _refuted_expert(finding: Finding) -> str | None:
@@ -240,8 +228,8 @@ DISTANCE, LENGTH = "gradient distance, sketched", "length of a gradient"
 
 
 def first_step_sketched(arm: Stream, control: Stream, found: Apart, envelope: Envelope) -> list[list[Finding]]:
-    """Findings of step 1, a list a kind; in doubt at most where routes may be others, or gradients be lost."""
-    unsure = envelope.flips or envelope.loses_gradients
+    """Findings of step 1, a list a kind; in doubt at most where routes may be others."""
+    unsure = envelope.flips
     off = np.where(np.isnan(found.reduced[0]), found.local[0], found.reduced[0])
     lengths = [_lengths(stream) for stream in (arm, control)]
     kinds: list[list[Finding]] = [[], []]

@@ -106,7 +106,7 @@ def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
 
 def converted(recipe: Fp8, seed: int = 3, tp: int = 1) -> Model:
     model = Model(seed, tp)
-    Fp8Linear.convert(model, recipe, lambda name, layer: "blocks" in name, history=3)
+    Fp8Linear.convert(model, recipe, lambda name, layer: "blocks" in name)
     return model
 
 
@@ -152,9 +152,8 @@ def payloads(model: ShardedModel) -> dict[Held, Quantized]:
 def of_whole(layer: Fp8Linear, weight: Tensor, *, transposed: bool = False) -> Quantized:
     """The whole weight quantized, for a product with it or with its transpose; as it lies."""
     operand = layer.recipe.weights
-    scale = None if layer.history is None else layer.history.scale[1].view(1, 1)
     tile = operand.tile.t if transposed else operand.tile
-    return quantize(weight, operand.format, tile, layer.recipe.scaling, scale)
+    return quantize(weight, operand.format, tile, layer.recipe.scaling)
 
 
 def here(layer: Fp8Linear, whole: Quantized) -> Quantized:
@@ -236,8 +235,7 @@ def follow(
         optimizer.step()
         optimizer.zero_grad()
         reference.zero_grad()
-        Fp8Linear.update_scales(reference, lambda amaxes: dist.all_reduce(amaxes, dist.ReduceOp.MAX))
-        told += [f"step {step}: {each}" for each in _unlike(model, reference)]
+        told += [f"step {step}: {each}" for each in unlike(model, dict(model.full_weights()))]
     model.close()
     return told
 
@@ -255,20 +253,6 @@ def _other_gradients(model: ShardedModel, reference: nn.Module, case: Case) -> l
     return told
 
 
-def _unlike(model: ShardedModel, reference: nn.Module) -> list[str]:
-    """Which layers do not multiply their whole weight quantized, or have other scales than plain torch."""
-    told = unlike(model, dict(model.full_weights()))
-    for name, layer in model.module.named_modules():
-        other = reference.get_submodule(name)
-        if not isinstance(layer, Fp8Linear) or not isinstance(other, Fp8Linear):
-            continue
-        mine, theirs = layer.history, other.history
-        if mine is not None and theirs is not None:
-            told += [] if torch.equal(mine.scale, theirs.scale) else [f"{name}: {mine.scale} is not {theirs.scale}"]
-            told += [] if torch.equal(mine.amax[1:], theirs.amax[1:]) else [f"{name}: other history"]
-    return told
-
-
 # -- state, and models without memory ----------------------------------------------------------------------------------
 
 
@@ -283,26 +267,20 @@ def train(model: ShardedModel, optimizer: torch.optim.Optimizer, case: Case, *st
 
 
 def across(rank: int, one: Case, two: Case) -> list[str]:
-    """State of one layout in another and back: weights, moments, amaxes and scales to the bit, payloads of them."""
+    """State of one layout in another and back: weights and moments to the bit, payloads of them."""
     width = max(one.tp, two.tp)
     saved, optimizer = shard(one, converted(one.recipe, tp=width))
     train(saved, optimizer, one, 0, 1)
     told = [f"{name} before saving" for name in unlike(saved, dict(saved.full_weights()))]
     loaded, other = shard(two, converted(two.recipe, seed=9, tp=width))
     train(loaded, other, two, 0)
-    weights, known = dict(saved.full_weights()), _known(saved)
+    weights = dict(saved.full_weights())
     told += _move(saved, loaded) + [f"{name} when loaded" for name in unlike(loaded, weights)]
-    told += [f"{name} when loaded" for name, value in _known(loaded).items() if not torch.equal(value, known[name])]
     train(saved, optimizer, one, 0)
     told += _move(loaded, saved) + [f"{name} when back" for name in unlike(saved, weights)]
-    told += [f"{name} when back" for name, value in _known(saved).items() if not torch.equal(value, known[name])]
     saved.close()
     loaded.close()
     return told
-
-
-def _known(model: ShardedModel) -> dict[str, Tensor]:
-    return {name: buffer.clone() for name, buffer in Fp8Linear.delayed_state(model.module).items()}
 
 
 def _move(source: ShardedModel, target: ShardedModel) -> list[str]:

@@ -11,17 +11,17 @@ from unittest import mock
 import torch.distributed as dist
 
 from harness.fp8 import linear, tile_scales
-from harness.fp8.quantize import History, exponent_above, spread
+from harness.fp8.quantize import exponent_above, spread
 from harness.fsdp.runtime.weights import Weights
 from harness.fsdp.storage import codec
 from harness.fsdp.storage.gradients import Gradients
 from harness.fsdp.vocabulary import Fp8
 from tests.fsdp.checked import Mutant, each_is_found, patched
-from tests.fsdp.fp8.sharded import Case, across, follow
+from tests.fsdp.fp8.sharded import Case, follow
 from tests.fsdp.fp8.test_sharded import ZERO_3
 from tests.streams.recorder import Recorder, believing_in
 
-INSTALL, RESCALE, UPDATE = Weights.install, codec.Fp8Weight.rescale, History.update
+RESCALE = codec.Fp8Weight.rescale
 
 
 def _first_row(grid: Any, tile: Any, shape: Any, first_row: int = 0) -> Any:
@@ -36,14 +36,6 @@ def _stale(self: Any, amaxes: Any) -> None:
 
 def _rounded_down(values: Any) -> Any:
     return exponent_above(values * 0.5)
-
-
-def _always_a_step(self: Any, *, step_ended: bool = False) -> None:
-    INSTALL(self, step_ended=True)
-
-
-def _never_a_step(self: Any, *, step_ended: bool = False) -> None:
-    INSTALL(self)
 
 
 @contextmanager
@@ -64,10 +56,6 @@ def _data_parallel_alone() -> AbstractContextManager[Any]:
             take(comm, tensors)
 
     return mock.patch.object(codec, "_take_largest", some)
-
-
-def _across_itself(rank: int, case: Case) -> list[str]:
-    return across(rank, case, case)
 
 
 _of_shards = partial(Mutant, check=follow, area="The engine, by its 8-bit weights")
@@ -99,17 +87,6 @@ MUTANTS = {
         _waiting_in_8_bits,
         strategy=Case(Fp8.current, "optim_grads"),
     ),
-    "history-stands": _of_shards(
-        "No step of delayed scaling ever ends",
-        patched(Weights, "install", _never_a_step),
-        strategy=Case(Fp8.delayed, "optim"),
-    ),
-    "loading-is-a-step": _of_shards(
-        "Weights that are loaded end a step of delayed scaling, and are quantized under its next scale",
-        patched(Weights, "install", _always_a_step),
-        check=_across_itself,
-        strategy=Case(Fp8.delayed, ZERO_3),
-    ),
     "amax-of-own-TP shard": _of_tp_shards(
         "Tensor-parallel ranks make scales of the TP shards they have",
         _data_parallel_alone,
@@ -124,11 +101,6 @@ MUTANTS = {
         "Tensor-parallel ranks share scales of tiles that each has for itself",
         patched(codec.Fp8Weight, "shares_tiles", property(lambda self: True, lambda *_: None), create=True),
         strategy=Case(Fp8.block, "optim_grads", tp=2),
-    ),
-    "history-of-TP shards": _of_tp_shards(
-        "Under delayed scaling a rank does not hear what tensor-parallel ranks have multiplied",
-        _data_parallel_alone,
-        strategy=Case(Fp8.delayed, "optim", tp=2),
     ),
     "another-dtype-again": _of_tp_shards(  # the last one: ranks stop in the middle of it
         "A weight in 8 bits is saved for the backward as the DTensor it is in, which says another dtype",

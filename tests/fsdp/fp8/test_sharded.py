@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from harness.fsdp import Fp8Linear, MixedPrecisionPolicy
+from harness.fsdp import MixedPrecisionPolicy
 from harness.fsdp.storage.codec import PURPOSE
 from harness.fsdp.vocabulary import Fp8
 from tests.fsdp.fp8.sharded import (
@@ -36,16 +36,16 @@ HELD = [recipe for recipe in Fp8 if recipe is not Fp8.mx]
 """Whose weights are kept and gathered in 8 bits."""
 FOLLOWED = (
     Case(Fp8.current, "optim"),
-    Case(Fp8.delayed, ZERO_3),
+    Case(Fp8.current, ZERO_3),
     Case(Fp8.block, ZERO_3, 2, recompute="within"),
-    Case(Fp8.delayed, "no_shard", 2, "optim"),
+    Case(Fp8.current, "no_shard", 2, "optim"),
     Case(Fp8.mx, ZERO_3, 2, "optim"),
     Case(Fp8.mx, ZERO_3, recompute="around"),
     Case(Fp8.mx_32x32, ZERO_3, 2, "optim"),
 )
 CUT = (
     Case(Fp8.block, "optim_grads", tp=2),
-    Case(Fp8.delayed, "optim", 2, "optim", tp=2),
+    Case(Fp8.current, "optim", 2, "optim", tp=2),
     Case(Fp8.current, "no_shard", tp=4),
     Case(Fp8.mx, ZERO_3, tp=2),
     Case(Fp8.mx_32x32, "optim_grads", 2, tp=2, recompute="within"),
@@ -126,13 +126,11 @@ def _edit(rank: int, strategy: str) -> str:
 
 def _frozen(rank: int) -> list[str]:
     """Buckets of a model of which one FP8 layer is frozen; replicas are compared."""
-    built = converted(Fp8.delayed)
+    built = converted(Fp8.current)
     built.get_parameter("blocks.0.up.weight").requires_grad_(False)
-    case = Case(Fp8.delayed, "optim")
+    case = Case(Fp8.current, "optim")
     model, optimizer = shard(case, built, check_replicas_every=1)
     train(model, optimizer, case, 0)
-    with pytest.raises(RuntimeError, match=r"ends the step of its FP8 layers: drop update_scales\(\)"):
-        Fp8Linear.update_scales(model.module)
     found = sorted(bucket.key.label for bucket in model.engine.buckets)
     model.close()
     return found
@@ -162,22 +160,22 @@ def _refused(rank: int) -> list[str]:
 
 def _various(rank: int) -> dict[str, Any]:
     counted = [Case(Fp8.current, "no_shard"), Case(Fp8.current, "optim")]
-    counted += [Case(recipe, ZERO_3) for recipe in (Fp8.delayed, Fp8.mx_32x32)]
+    counted += [Case(recipe, ZERO_3) for recipe in (Fp8.current, Fp8.mx_32x32)]
     return {
         "traffic": [traffic(rank, case) for case in counted],
-        "odd": [_odd(rank, Case(recipe, each)) for recipe, each in zip(Fp8, (*STRATEGIES, ZERO_3), strict=True)],
+        "odd": [_odd(rank, Case(recipe, each)) for recipe, each in zip(Fp8, STRATEGIES, strict=True)],
         "edits": [_edit(rank, each) for each in ("no_shard", ZERO_3)],
         "state": [
-            across(rank, Case(Fp8.delayed, ZERO_3), Case(Fp8.delayed, "optim")),
+            across(rank, Case(Fp8.current, ZERO_3), Case(Fp8.current, "optim")),
             across(rank, Case(Fp8.block, "no_shard"), Case(Fp8.block, ZERO_3)),
             across(rank, Case(Fp8.mx_32x32, ZERO_3), Case(Fp8.mx_32x32, "optim_grads")),
             across(rank, Case(Fp8.mx, ZERO_3), Case(Fp8.mx, "optim")),
         ],
-        "meta": [meta(rank, Case(recipe, ZERO_3)) for recipe in (Fp8.delayed, Fp8.block, Fp8.mx)],
+        "meta": [meta(rank, Case(recipe, ZERO_3)) for recipe in (Fp8.current, Fp8.block, Fp8.mx)],
         "frozen": _frozen(rank),
         "exact": [
             [_exact(rank, Case(recipe, each)) for each in ("no_shard", "optim_grads", ZERO_3)]
-            for recipe in (Fp8.delayed, Fp8.mx, Fp8.mx_32x32)
+            for recipe in (Fp8.current, Fp8.mx, Fp8.mx_32x32)
         ],
         "options": [follow(rank, Case(of, ZERO_3), 2, **each) for each in OPTIONS for of in (Fp8.block, Fp8.mx)],
         "refused": _refused(rank),
@@ -197,9 +195,9 @@ def test_a_gather_moves_one_byte_a_parameter_and_one_collective_makes_scales(var
     for (rows, moved), gathers in ((optim, 1), (params, 2), (tiled, 2)):
         for name, width in (("blocks.0/bfloat16/fp8", 1), ("blocks.0/bfloat16", 2)):
             assert rows["all_gather", name] == (gathers, gathers * moved[name] * width // 2), name
-    layers, columns = 4, 3
+    layers = 4
     assert optim[0]["all_reduce", PURPOSE] == (1, 4 * layers), "an amax a weight"
-    assert params[0]["all_reduce", PURPOSE] == (1, 4 * (layers + layers * columns)), "and what layers have seen"
+    assert params[0]["all_reduce", PURPOSE] == (1, 4 * layers)
     assert tiled[0]["all_reduce", PURPOSE] == (1, layers * WIDTH * HIDDEN // 32**2), "an exponent a tile"
 
 
@@ -208,7 +206,6 @@ def test_odd_weights_are_quantized_in_shards_as_whole(various: list[dict[str, An
 
 
 def test_state_is_exact_in_the_same_layout_and_in_another(various: list[dict[str, Any]]) -> None:
-    """Off by zero under delayed scaling: weights that are loaded end no step."""
     assert [each["state"] for each in various] == [[[], [], [], []]] * 2
 
 
@@ -246,7 +243,7 @@ def test_fsdp2_gathers_twice_the_bytes_for_the_same_bits(various: list[dict[str,
 # -- TP shards --------------------------------------------------------------------------------------------------------
 
 PAIRS = (
-    (Case(Fp8.delayed, ZERO_3, tp=2), Case(Fp8.delayed, "optim")),
+    (Case(Fp8.current, ZERO_3, tp=2), Case(Fp8.current, "optim")),
     (Case(Fp8.current, "no_shard", tp=4), Case(Fp8.current, ZERO_3, tp=2)),
     (Case(Fp8.block, "optim_grads", 2, "optim", tp=2), Case(Fp8.block, ZERO_3)),
     (Case(Fp8.mx_32x32, ZERO_3, tp=2), Case(Fp8.mx_32x32, "optim", tp=4)),
@@ -261,7 +258,7 @@ def _on_four(rank: int) -> dict[str, Any]:
         "state": [across(rank, *pair) for pair in PAIRS],
         "traffic": [traffic(rank, Case(recipe, ZERO_3, tp=2)) for recipe in HELD],
         "beside": beside_fsdp2(rank, Case(Fp8.current, ZERO_3, tp=2)),
-        "meta": [meta(rank, Case(recipe, ZERO_3, tp=2)) for recipe in (Fp8.delayed, Fp8.block)],
+        "meta": [meta(rank, Case(recipe, ZERO_3, tp=2)) for recipe in (Fp8.current, Fp8.block)],
     }
 
 
@@ -282,15 +279,14 @@ def test_models_cut_without_memory_are_quantized_as_whole_ones(tp_shards: list[d
 def test_a_gather_of_tp_shards_moves_a_byte_each_and_one_more_collective_makes_scales(
     tp_shards: list[dict[str, Any]],
 ) -> None:
-    weights, columns, width = 4, 3, 4
+    weights, width = 4, 4
     for found in tp_shards:
         for rows, moved in found["traffic"]:
             label = "blocks.0/bfloat16/fp8"
             sent = 2 * moved[label] // 2
             assert rows["all_gather", label] == (2, sent), "a byte a parameter of which this rank has a half"
-        current, delayed, *tiled = (rows["all_reduce", PURPOSE] for rows, _ in found["traffic"])
+        current, *tiled = (rows["all_reduce", PURPOSE] for rows, _ in found["traffic"])
         assert current == (2, 2 * weights * width), "data-parallel ranks, then tensor-parallel ones"
-        assert delayed == (2, 2 * (weights + weights * columns) * width)
         assert [count for count, _ in tiled] == [1, 1], "tensor-parallel ranks have no tile in common"
 
 
