@@ -70,8 +70,21 @@ REMOVED: Mapping[str, Mapping[str, Any]] = {
 `ADDED`."""
 SHORT = 8
 MAX_NAME = 100
-USUAL = {"data.kind": "stdlib", "optimizer.name": "adamw", "optimizer.lr": 0.001, "train.steps": 20}
-"""Defaults, which names leave out."""
+UNUSUAL: Sequence[tuple[str, tuple[Any, ...], str]] = (
+    ("data.kind", ("stdlib",), "{}"),
+    ("optimizer.name", ("adamw",), "{}"),
+    ("optimizer.lr", (0.001,), "lr{}"),
+    ("train.steps", (20,), "steps{}"),
+    ("measure.callbacks", ([],), "{}"),
+    ("fault.name", ("none",), "{}"),
+    ("fault.begins_at", (1,), "from{}"),
+    ("numerics.mode", ("fast",), "{}"),
+    ("nccl_ub.mode", ("none", "default"), "ub_{}"),
+    ("sharp.group", ("none", "default"), "sharp_{}"),
+    ("train.seed", (0,), "s{}"),
+    ("train.replicate", (0,), "r{}"),
+)
+"""Settings, values that names leave out, and what names say of others."""
 
 
 @cache
@@ -132,45 +145,23 @@ def run_name(config: dict[str, Any]) -> str:
     """
     if own := config.get("run", {}).get("name"):
         return str(own)
-    train, mesh = config["train"], config["mesh"]
+    train, mesh, fault = config["train"], config["mesh"], config["fault"]
     world_size = mesh["world_size"] // mesh.get("tp", 1)
     microbatches = train["global_batch_size"] // max(1, train["microbatch_size"] * world_size)
-    parts = [
-        _of_ones_own(config["model"], "name"),
-        config["engine"]["name"],
-        config["sharding"]["strategy"],
-        config["dtype"]["name"],
-        _mesh(config),
-        f"k{microbatches}",
-        *_unusual(config),
-    ]
-    if config["fault"]["name"] != "none":
-        parts.append(f"{config['fault']['name'].rpartition(':')[2]}-{config['fault']['strength']}")
-        if (begins := config["fault"].get("begins_at", 1)) != 1:
-            parts.append(f"from{begins}")
-    if config["numerics"]["mode"] != "fast":
-        parts.append(config["numerics"]["mode"])
-    for group, field, short in (("nccl_ub", "mode", "ub"), ("sharp", "group", "sharp")):
-        if (chosen := config.get(group, {}).get(field, "none")) not in ("none", "default"):
-            parts.append(f"{short}_{chosen}")
-    if train["seed"]:
-        parts.append(f"s{train['seed']}")
-    if train["replicate"]:
-        parts.append(f"r{train['replicate']}")
-    return slug("-".join(str(part) for part in parts))[:MAX_NAME]
-
-
-def _unusual(config: dict[str, Any]) -> list[str]:
-    """Data, optimizer, rate, steps and callbacks, where they are no defaults."""
+    names = (config["engine"]["name"], config["sharding"]["strategy"], config["dtype"]["name"])
+    parts = [_of_ones_own(config["model"], "name"), *names, _mesh(config), f"k{microbatches}"]
     said = {
         "data.kind": _of_ones_own(config["data"], "kind"),
         "optimizer.name": _of_ones_own(config["optimizer"], "name"),
-        "optimizer.lr": f"lr{Decimal(repr(config['optimizer']['lr'])).normalize():f}",
-        "train.steps": f"steps{config['train']['steps']}",
+        "optimizer.lr": f"{Decimal(repr(config['optimizer']['lr'])).normalize():f}",
+        "measure.callbacks": "-".join(each.rpartition(":")[2] for each in config["measure"].get("callbacks", ())),
+        "fault.name": f"{fault['name'].rpartition(':')[2]}-{fault['strength']}",
     }
-    chosen = {key: config[key.partition(".")[0]][key.partition(".")[2]] for key in said}
-    callbacks = [each.rpartition(":")[2] for each in config["measure"].get("callbacks", ())]
-    return [text for key, text in said.items() if chosen[key] != USUAL[key]] + callbacks
+    for key, usual, text in UNUSUAL:
+        group, _, name = key.partition(".")
+        if (value := config.get(group, {}).get(name, usual[0])) not in usual:
+            parts.append(text.format(said.get(key, value)))
+    return slug("-".join(map(str, parts)))[:MAX_NAME]
 
 
 def _of_ones_own(group: dict[str, Any], key: str) -> str:
