@@ -190,7 +190,7 @@ class Meshes:
 
     @property
     def communicators(self) -> list[Communicator]:
-        """Of all axes, each once; of both axes of tensor-parallel ranks last."""
+        """Communicators of all axes, each once; of both axes of tensor-parallel ranks last."""
         found = [comm for mesh in self for comm in (mesh.everyone, mesh.inner, mesh.gather, mesh.outer)]
         found += [] if self.tensor is None else [self.tensor, self.everyone]
         return list(dict.fromkeys(filter(None, found)))
