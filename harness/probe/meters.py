@@ -24,10 +24,8 @@ class Meters:
         self.collectives = CollectiveMeter()
         self.memory = MemoryMeter(device)
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        with self.collectives.paused():
-            yield
+    def paused(self) -> AbstractContextManager[None]:
+        return self.collectives.paused()
 
     def close(self) -> None:
         self.collectives.close()

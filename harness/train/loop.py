@@ -211,8 +211,7 @@ class Loop:
 
     def _to_device(self, microbatch: tuple[Any, Any]) -> Microbatch:
         device = self.session.ranks.device
-        tokens, targets = (torch.from_numpy(rows).to(device, non_blocking=True) for rows in microbatch)
-        return Microbatch(tokens, targets)
+        return Microbatch(*(torch.from_numpy(rows).to(device, non_blocking=True) for rows in microbatch))
 
     def _outside(self, work: Callable[[], None]) -> None:
         with self.session.meters.paused(), self.session.meters.timers.aside():
