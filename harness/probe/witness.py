@@ -117,8 +117,7 @@ class Witness:
         return any(each.total is not None for each in self._sums.values())
 
     def gradients(self, group: dist.ProcessGroup | None) -> list[tuple[str, Tensor, float]]:
-        """Expected result of the reduction, on the first rank: name, fp64 tensor, and the root of the sum of the
-        squared
+        """Expected result of the reduction, on the first rank: name, fp64 tensor, and the root of the summed squared
         norms of all terms, both over the divisor. *Collective* over `group`; None with one rank. Elsewhere nothing.
 
         Call it once: the sums are used up.
@@ -177,17 +176,8 @@ def checksum(*tensors: Tensor) -> int:
     return found
 
 
-@dataclass(frozen=True)
-class WrongWeights:
-    """A parameter that a rank's forward did not see as the first rank keeps it."""
-
-    rank: int
-    tensor: str
-    what: str
-
-
-def wrong_weights(names: list[str], rows: list[list[int]]) -> list[WrongWeights]:
-    """Compare weights used by forwards with those of the first rank.
+def wrong_weights(names: list[str], rows: list[list[int]]) -> list[dict[str, int | str]]:
+    """Rank, tensor and what is wrong, of parameters that a rank's forward did not see as the first rank keeps them.
 
     Args:
         names: parameters in model order.
@@ -195,14 +185,13 @@ def wrong_weights(names: list[str], rows: list[list[int]]) -> list[WrongWeights]
             dtype, then for each the checksum of what its forwards used (`Witness.used`).
     """
     kept = rows[0][: len(names)]
-    found = []
+    found: list[dict[str, int | str]] = []
     for rank, row in enumerate(rows):
-        for index, name in enumerate(names):
-            main, used = row[index], row[len(names) + index]
-            if main != kept[index]:
-                found.append(WrongWeights(rank, name, "keeps other main weights than rank 0"))
+        for name, right, main, used in zip(names, kept, row, row[len(names) :], strict=False):
+            wrong = ["keeps other main weights than rank 0"] if main != right else []
             if used == SEVERAL:
-                found.append(WrongWeights(rank, name, "computed with several values in one step"))
-            elif used not in (UNSEEN, kept[index]):
-                found.append(WrongWeights(rank, name, "computed with other weights than the main ones"))
+                wrong.append("computed with several values in one step")
+            elif used not in (UNSEEN, right):
+                wrong.append("computed with other weights than the main ones")
+            found += [{"rank": rank, "tensor": name, "what": what} for what in wrong]
     return found

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -112,7 +111,7 @@ class Captures(Callback):
         names = list(witness.checksums)
         self._facts |= {
             "terms": {name: json_number(terms) for name, _, terms in expected},
-            "wrong_weights": [asdict(each) for each in wrong_weights(names, [row[:-1] for row in rows])],
+            "wrong_weights": wrong_weights(names, [row[:-1] for row in rows]),
             "whole": [],
         }
         return [(name, tensor) for name, tensor, _ in expected]

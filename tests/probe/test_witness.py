@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from harness.engines.base.plain import shadow_weights
-from harness.probe.witness import SEVERAL, UNSEEN, Witness, WrongWeights, checksum, wrong_weights
+from harness.probe.witness import SEVERAL, UNSEEN, Witness, checksum, wrong_weights
 from tests.support.spawn import run_ranks
 
 
@@ -141,15 +141,15 @@ def test_weights_that_change_within_a_step_are_named(model: Twice) -> None:
     names = list(witness.checksums)
     assert witness.used()[names.index("once.weight")] == SEVERAL
     found = wrong_weights(names, [witness.kept(model.named_parameters()) + witness.used()])
-    assert found == [WrongWeights(0, "once.weight", "computed with several values in one step")]
+    assert found == [{"rank": 0, "tensor": "once.weight", "what": "computed with several values in one step"}]
 
 
 def test_ranks_are_held_against_the_first() -> None:
     one, other = checksum(torch.ones(3)), checksum(torch.zeros(3))
     found = wrong_weights(["a", "b"], [[one, one, one, one], [one, other, other, one]])
     assert found == [
-        WrongWeights(1, "a", "computed with other weights than the main ones"),
-        WrongWeights(1, "b", "keeps other main weights than rank 0"),
+        {"rank": 1, "tensor": "a", "what": "computed with other weights than the main ones"},
+        {"rank": 1, "tensor": "b", "what": "keeps other main weights than rank 0"},
     ]
 
 
