@@ -81,42 +81,31 @@ class EarlyStop(Callback):
         return waited >= self.patience
 
 
-HOOKS = ("begin", "before", "watch", "reduced", "after", "step", "evaluation", "checkpoint", "end", "close")
-
-
-def hooks_of(kind: type[Callback]) -> list[str]:
-    """Names of the hooks that a class defines."""
-    return [name for name in HOOKS if getattr(kind, name) is not getattr(Callback, name)]
-
-
 class Callbacks:
     """Every callback of a run; a hook without callbacks costs nothing."""
 
     def __init__(self, session: Session, callbacks: Sequence[Callback]) -> None:
-        self._engine, self._meters = session.engine, session.meters
-        self._of = {hook: [each for each in callbacks if hook in hooks_of(type(each))] for hook in HOOKS}
+        self._engine, self._meters, self._all = session.engine, session.meters, callbacks
 
     def call(self, hook: str, *args: Any) -> list[Any]:
         """Results of a hook of every callback; their collectives are not counted."""
+        if not self._all:
+            return []
         with self._meters.paused():
-            return [getattr(each, hook)(*args, self._engine) for each in self._of[hook]]
+            return [getattr(each, hook)(*args, self._engine) for each in self._all]
 
     def watch(self, step: int, watches: ExitStack) -> None:
-        for each in self._of["watch"]:
+        for each in self._all:
             watches.enter_context(each.watch(step, self._engine))
 
     def reduced(self, step: int) -> None:
-        if self._of["reduced"]:
+        if self._all:
             with self._meters.timers.aside():
                 self.call("reduced", step)
 
-    @property
-    def evaluates(self) -> bool:
-        return bool(self._of["evaluation"])
-
     def close(self) -> None:
         with self._meters.paused():
-            for each in self._of["close"]:
+            for each in self._all:
                 each.close()
 
     def step(self, step: int, record: Mapping[str, Any]) -> dict[str, float]:
@@ -126,7 +115,7 @@ class Callbacks:
         """
         joined: dict[str, float] = {}
         with self._meters.paused():
-            for each in self._of["step"]:
+            for each in self._all:
                 who, found = f"measure.callbacks: {type(each).__name__}", each.step(step, record, self._engine)
                 if found is not None and not isinstance(found, Mapping):
                     raise ValueError(f"{who}.step returns {found!r}: return a dict of numbers by name, or None")

@@ -240,7 +240,7 @@ class Loop:
 
     def _stops_early(self, step: int) -> bool:
         """True if a callback of any rank ends the run after an evaluation. Collective over all ranks."""
-        if step not in self.evaluation.losses or not self.callbacks.evaluates:
+        if step not in self.evaluation.losses:
             return False
         asked = any(self.callbacks.call("evaluation", step, self.evaluation.losses))
         return any(each for (each,) in self.control.gather([int(asked)]))
