@@ -83,9 +83,3 @@ def test_what_is_in_doubt_names_the_steps_that_would_decide_it(bench: Bench) -> 
     assert step is not None
     assert step >= 8
     assert f'"measure.capture_steps=[1,{step - 1},{step}]"' in verdict.commands[0]
-
-
-def test_a_table_leaves_out_what_all_names_share(bench: Bench) -> None:
-    verdict = compare(bench.run(replace(OURS, strategy="optim_grads")), bench.run(FP32), sources=CLEAN)
-    assert any((row.tensor or "").endswith(".weight") for row in verdict.evidence)
-    assert ".weight" not in text(verdict)
