@@ -14,6 +14,7 @@ from harness.config import catalog
 from harness.config.doc import settings
 from harness.config.errors import BadRequest, refuse
 from harness.config.hints import explain_key
+from harness.config.hydra_settings import demand_training
 from harness.config.overrides import check_overrides, hydra_words, no_flag, typed_value
 from harness.store import commands
 
@@ -68,6 +69,8 @@ def read_arguments(argv: Sequence[str], implied: Sequence[str] = ()) -> Argument
         draws = multirun and "hydra/sweeper=basic" not in overrides
         typed = {word.key for word in check_overrides(overrides, multirun=multirun, draws=draws)}
         overrides += [text for text in implied if text.partition("=")[0] not in typed]
+        if typed_value(overrides, "launch.dry_run", False):
+            demand_training(typed_value(overrides, "hydra/sweeper", "harness"))
     shows = about_hydra or bool(parsed.cfg)
     return Arguments(tuple(overrides), tuple(flags), multirun, parsed.frozen, shows, parsed.help)
 

@@ -17,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from harness.config.catalog import ROOT
 from harness.config.doc import as_typed
 from harness.config.errors import BadRequest, Violation, refuse
+from harness.store import commands
 from harness.store.reading_yaml import read_yaml
 from harness.store.rundir import flatten
 from harness.store.shapes import Maybe
@@ -66,6 +67,14 @@ def check_hydra(hydra: Any, *, multirun: bool) -> None:
             found.append(_fixed(f"hydra.{key}={as_typed(present[key])}", part))
     if found:
         raise BadRequest(found)
+
+
+def demand_training(sweeper: str) -> None:
+    """Raises `BadRequest`: a sweeper draws values by what was trained, and a dry run trains nothing."""
+    if sweeper not in ("harness", "basic"):
+        problem = f"trains nothing, and hydra/sweeper={sweeper} draws values by what was trained"
+        fix = f"leave one out; {commands.request('--cfg hydra ...')} shows it"
+        raise refuse("launch.dry_run=true", problem, fix=fix)
 
 
 def same_jobs(master: DictConfig, cell: DictConfig) -> None:

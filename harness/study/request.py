@@ -18,7 +18,7 @@ from harness.config import catalog
 from harness.config.catalog import STUDIES, file_of
 from harness.config.compose import Cell, compose_cell, hydra_begun, plain
 from harness.config.errors import BadRequest, refuse
-from harness.config.hydra_settings import check_hydra
+from harness.config.hydra_settings import check_hydra, demand_training
 from harness.config.overrides import Word, check_overrides, hydra_words
 from harness.config.schema import Backend, StudyConfig
 from harness.config.typed import load_config
@@ -92,11 +92,8 @@ def run_job(cfg: DictConfig) -> float | None:
     check_hydra(hydra, multirun=True)
     cell = compose_cell(cfg, list(hydra.overrides.task))
     _not_timed(cell, hydra)
-    sweeper = str(hydra.runtime.choices["hydra/sweeper"])
-    if cell.typed.launch.dry_run and sweeper not in ("harness", "basic"):
-        problem = f"trains nothing, and hydra/sweeper={sweeper} draws values by what was trained"
-        fix = f"leave one out; {commands.request('--cfg hydra ...')} shows it"
-        raise refuse("launch.dry_run=true", problem, fix=fix)
+    if cell.typed.launch.dry_run:
+        demand_training(str(hydra.runtime.choices["hydra/sweeper"]))
     code = carry_out([cell])
     run = RunDir(Store(cell.config["launch"]["root"]).path_of(cell))
     if code:

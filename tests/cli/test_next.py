@@ -204,7 +204,7 @@ def test_an_unfinished_study_is_asked_for_as_it_was(
         ),
         pytest.param(
             Slip(words, "ask_again", "if os.path.isdir(folder)", "if False"),
-            "study=two: no such option",
+            "train=mine: no such option",
             marks=kills(
                 "The terminal", "next: in another folder", "A study's file is looked for where the verb is typed"
             ),
