@@ -126,14 +126,6 @@ class Peer(Step):
             moved = summed(size, num_bytes) if kind == "all_reduce" else num_bytes * (size - 1)
             self.rows.sent(axis, kind, times * moved, times)
 
-    def close_step(self) -> None:
-        """Maxima of weights at each use that have one scale, and squares for the norm, over the axis that cuts them."""
-        layers = layers_of(self.model.module)
-        cut = [each for each in layers if each.recipe.weights.tile == WHOLE and cut_along(each.weight) is not None]
-        uses = self.k * (2 + self.config.model.activation_checkpointing)
-        self.move("tp", "all_reduce", 4, uses * len(cut))
-        self.move("tp", "all_reduce", NUMBER)
-
     # -- a step --------------------------------------------------------------------------------------------------------
 
     def beside_gather(self, size: int) -> int:
@@ -188,7 +180,11 @@ class Fsdp2(Peer):
             self.move("inner", "reduce_scatter", trained * self.wire, self.k)
             self.move("outer", "all_reduce", trained * self.wire)
         self.move("inner", "all_reduce", NUMBER)
-        self.close_step()
+        # over the axis that cuts them: maxima of weights at each use that have one scale, and squares for the norm
+        layers = layers_of(self.model.module)
+        cut = [each for each in layers if each.recipe.weights.tile == WHOLE and cut_along(each.weight) is not None]
+        self.move("tp", "all_reduce", 4, self.k * (2 + self.config.model.activation_checkpointing) * len(cut))
+        self.move("tp", "all_reduce", NUMBER)
 
     def here(self, params: Sequence[nn.Parameter]) -> int:
         shapes = (values_here(each).shape for each in params)
@@ -275,7 +271,6 @@ class Replicated(Peer):
             self.memory["compute_weights"] = elements(p for p in self.params if p not in self.in_8_bits) * self.compute
         if not self.has_buckets:
             self.sums[ALL] = self.memory["main_grads"]
-        self.close_step()
 
     def on_gradient(self, mark: Mark, unit: Unit) -> None:
         self.live[BUCKETS][ALL] += mark.given
