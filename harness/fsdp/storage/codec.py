@@ -122,7 +122,7 @@ class Fp8Codec:
 
     @property
     def scale_bytes(self) -> int:
-        """Of scales, on every rank."""
+        """Bytes of scales, on every rank."""
         return sum(each.scales.nbytes for each in self.weights)
 
     def local(self, shards: Sequence[Tensor]) -> Iterator[tuple[Fp8Weight, Tensor, LocalSlice]]:
