@@ -38,7 +38,7 @@ from harness.fsdp.runtime.weak_hooks import WeakHook
 from harness.fsdp.runtime.weights import Weights
 from harness.fsdp.state import StateAccess
 from harness.fsdp.storage.at_rest import ShardedParameters
-from harness.fsdp.storage.codec import Scales, mark_weights
+from harness.fsdp.storage.codec import mark_weights
 from harness.fsdp.storage.dtensors import DTensorFactory
 from harness.fsdp.storage.gradients import GradientPlan
 from harness.fsdp.storage.memory import BucketMemory
@@ -161,7 +161,7 @@ class Engine:
     # -- wiring ----------------------------------------------------------------------------------------------------
 
     def _wire(self, module: nn.Module) -> None:
-        options, meshes, runtime, units, buckets = self.options, self.meshes, self.runtime, self.units, self.buckets
+        options, meshes, runtime, units = self.options, self.meshes, self.runtime, self.units
         self.guard = guard = GradientGuard(meshes.everyone) if options.report_nan_in_param_grad else None
         self.step = step = Step(self._step_shape())
         gather = GatherPipeline(units, options.prefetch)
@@ -174,9 +174,7 @@ class Engine:
             cast = partial(_cast_inputs, self.policy.param_dtype)
             hooks.handles += [unit.module.register_forward_pre_hook(cast, with_kwargs=True) for unit in units]
         self.watchdog = self._watch()
-        held = [(each.codec, each.main_shards, each.mesh) for each in buckets if each.codec is not None]
-        scales = Scales(held, meshes) if held else None
-        self.weights = weights = Weights(hooks, meshes, self.user_buffers, options.check_replicas_every, scales)
+        self.weights = weights = Weights(hooks, meshes, self.user_buffers, options.check_replicas_every)
         self.gradients = GradientSync(hooks, weights, self.integers)
         self.named_state = StateAccess(module, weights, self.gradients)
 

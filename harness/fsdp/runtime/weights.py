@@ -25,7 +25,7 @@ from harness.fsdp.guards.replicas import check_equal, held_by_several
 from harness.fsdp.runtime.hooks import Hooks
 from harness.fsdp.runtime.units import Unit, buckets_of, rest
 from harness.fsdp.storage import edits
-from harness.fsdp.storage.codec import Scales
+from harness.fsdp.storage.codec import refresh_scales
 from harness.fsdp.storage.param_group import ParamGroup
 from harness.fsdp.storage.parameter_access import by_engine
 
@@ -36,16 +36,14 @@ class Weights:
     Args:
         user_buffers: told after the first step, where registration waits for it.
         check_every: updates between comparisons of weights that several ranks hold; 0: never.
-        scales: of FP8 layers, which follow from main weights; None in other models.
     """
 
-    def __init__(
-        self, hooks: Hooks, meshes: Meshes, user_buffers: UserBuffers, check_every: int, scales: Scales | None
-    ) -> None:
+    def __init__(self, hooks: Hooks, meshes: Meshes, user_buffers: UserBuffers, check_every: int) -> None:
         self.hooks, self.units, self.gather, self.step = hooks, hooks.units, hooks.gather, hooks.step
         self.buckets = list(buckets_of(hooks.units))
         self.meshes, self.runtime = meshes, meshes.dense.everyone.runtime
-        self.user_buffers, self.check_every, self.scales = user_buffers, check_every, scales
+        self.user_buffers, self.check_every = user_buffers, check_every
+        self._in_8_bits = [(each.codec, each.main_shards, each.mesh) for each in self.buckets if each.codec is not None]
         self._num_installs = 0
         self._on_way: Sequence[ParamGroup] = ()  # whose update nobody has waited for
 
@@ -72,8 +70,7 @@ class Weights:
         self.gather.reshard_all()
         self.wait()
         self.step.weights_installed()
-        if self.scales is not None:
-            self.scales.refresh()
+        refresh_scales(self._in_8_bits, self.meshes)
         self._install(self.buckets)
         self._num_installs += 1
         compares = self.check_every and self._num_installs % self.check_every == 0
@@ -98,8 +95,8 @@ class Weights:
         """
         held = ((each, each.codec.weights) for each in self.buckets if each.codec is not None)
         cut = [bucket for bucket, weights in held if any(each.shares_tiles for each in weights)]
-        if cut and self.scales is not None:
-            self.scales.refresh()
+        if cut:
+            refresh_scales(self._in_8_bits, self.meshes)
         self._install(cut)
         self.wait()
 

@@ -17,7 +17,7 @@ axis too. A TP shard of the other recipes consists of entire tiles: its scales a
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -67,22 +67,16 @@ def is_marked(param: nn.Parameter) -> bool:
 class Fp8Weight:
     """One weight [out, in] with scales, or this rank's TP shard of it under tensor parallelism.
 
-    layer: of the weight, weakly. view: of its bucket, where it has values while that is unsharded.
+    view: of its bucket, where it has values while that is unsharded. layer: takes them from here.
     """
 
-    def __init__(self, layer: Callable[[], Fp8Linear | None], slot: Slot, view: Tensor, tp_shard: TpShard) -> None:
-        self._layer, self.slot, self._view = layer, slot, view
-        recipe, tile = self.layer.recipe, self.layer.recipe.weights.tile
+    def __init__(self, layer: Fp8Linear, slot: Slot, view: Tensor, tp_shard: TpShard) -> None:
+        self.slot, self._view = slot, view
+        recipe, tile = layer.recipe, layer.recipe.weights.tile
         shape = slot.spec.shape[0], slot.spec.shape[1]
         self.scales = TileScales(tile, shape, recipe.weights.format, recipe.scaling, view.device)
         self.shares_tiles = not tp_shard.is_whole and (tile.columns if tp_shard.dim else tile.rows) is None
-        self.layer.encoded_weight = self
-
-    @property
-    def layer(self) -> Fp8Linear:
-        found = self._layer()
-        assert found is not None, "an engine does not outlive the module it shards"
-        return found
+        layer.encoded_weight = self
 
     def __call__(self) -> Quantized:
         return Quantized(self._view, self.scales.inverse.float(), self.scales.tile)
@@ -116,7 +110,7 @@ class Fp8Codec:
             )
         self.cuts, self.dtype = cuts, views[0].dtype
         self.weights = [
-            Fp8Weight(getattr(param, LAYER), slot, view, tp_shards[name])
+            Fp8Weight(getattr(param, LAYER)(), slot, view, tp_shards[name])
             for slot, view, (name, param) in zip(cuts.layout.slots, views, params, strict=True)
         ]
 
@@ -148,31 +142,24 @@ class Fp8Codec:
 Held = Sequence[tuple[Fp8Codec, Sequence[Tensor], Mesh]]
 
 
-class Scales:
-    """Scales of one model's FP8 layers, by one all-reduce an axis for all of them (two where recipes are mixed).
+def refresh_scales(held: Held, meshes: Meshes) -> None:
+    """Compute scales of one model's FP8 layers for main weights as they are now, by one all-reduce an axis for all of
+    them (two where recipes are mixed). *Collective* where 8-bit weights are cut.
 
     held: all of the model's codecs with this rank's main weights and the mesh that cuts them.
     """
-
-    def __init__(self, held: Held, meshes: Meshes) -> None:
-        self._held, self._meshes = held, meshes
-
-    def refresh(self) -> None:
-        """Compute scales for main weights as they are now. *Collective* where 8-bit weights are cut."""
-        found = [
-            (weight, codec, mesh, weight.maxima(rows, local.start))
-            for codec, shards, mesh in self._held
-            for weight, rows, local in codec.local(shards)
-        ]
-        for mesh in self._meshes:
-            for axis, comm in ((Axis.inner, mesh.inner), (Axis.outer, mesh.outer)):
-                cut = [
-                    each for _, codec, of, each in found if of is mesh and getattr(codec.cuts.own, axis.name) is SHARD
-                ]
-                _take_largest(comm, cut)
-        _take_largest(self._meshes.tensor, [each for weight, _, _, each in found if weight.shares_tiles])
-        for weight, _, _, maxima in found:
-            weight.rescale(maxima)
+    found = [
+        (weight, codec, mesh, weight.maxima(rows, local.start))
+        for codec, shards, mesh in held
+        for weight, rows, local in codec.local(shards)
+    ]
+    for mesh in meshes:
+        for axis, comm in ((Axis.inner, mesh.inner), (Axis.outer, mesh.outer)):
+            cut = [each for _, codec, of, each in found if of is mesh and getattr(codec.cuts.own, axis.name) is SHARD]
+            _take_largest(comm, cut)
+    _take_largest(meshes.tensor, [each for weight, _, _, each in found if weight.shares_tiles])
+    for weight, _, _, maxima in found:
+        weight.rescale(maxima)
 
 
 def _take_largest(comm: Communicator | None, tensors: Sequence[Tensor]) -> None:
