@@ -278,9 +278,9 @@ class Snapshot:
             )
             announced = False
             while started.poll() is None:
-                if asked.stops and not announced:
+                if asked and not announced:
                     announced = True
-                    started.send_signal(asked.stops[0])
+                    started.send_signal(asked[0])
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     started.wait(TICK_S)
         if announced:

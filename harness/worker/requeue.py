@@ -31,7 +31,8 @@ class Fate:
 def fate(place: RankPlace) -> Fate:
     if not place.job:
         return Fate()
-    return judge(_scontrol("--oneliner", "show", "job", place.job).stdout, place.job, restarts())
+    restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+    return judge(_scontrol("--oneliner", "show", "job", place.job).stdout, place.job, restarts)
 
 
 def judge(text: str, job: str, restarts: int) -> Fate:
@@ -53,10 +54,6 @@ def judge(text: str, job: str, restarts: int) -> Fate:
 def _number(record: Mapping[str, str]) -> str:
     array, index = record.get("ArrayJobId"), record.get("ArrayTaskId", "")
     return f"{array}_{index}" if array and index.isdigit() else record.get("JobId", "")
-
-
-def restarts() -> int:
-    return int(os.environ.get("SLURM_RESTART_COUNT", "0"))
 
 
 def requeue(place: RankPlace, run: Path) -> bool:

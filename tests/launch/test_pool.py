@@ -174,4 +174,4 @@ def test_every_signal_by_which_ranks_are_asked_to_save_is_heard(number: signal.S
     """Also SIGUSR2, which a batch script's own `--signal` may send to the request it has become."""
     with listening() as asked:
         os.kill(os.getpid(), number)
-    assert asked.stops == [number]
+    assert asked == [number]

@@ -31,25 +31,16 @@ TICK_S = 0.1
 TIMING = "timing.lock"
 
 
-@dataclass
-class Asked:
-    stops: list[signal.Signals] = field(default_factory=list)
-
-    @property
-    def interrupts(self) -> int:
-        return self.stops.count(signal.SIGINT)
-
-
 @contextmanager
-def listening() -> Iterator[Asked]:
-    """Handle Ctrl-C and requests to stop.
+def listening() -> Iterator[list[signal.Signals]]:
+    """Requests to stop, Ctrl-C among them, as they come.
 
     Outside the main thread signals stay as they are; ignored ones stay ignored (`nohup`, a shell's `&`).
     """
-    asked = Asked()
+    asked: list[signal.Signals] = []
 
     def on_stop(number: int, _: FrameType | None) -> None:
-        asked.stops.append(signal.Signals(number))
+        asked.append(signal.Signals(number))
 
     if threading.current_thread() is not threading.main_thread():
         yield asked
@@ -98,17 +89,17 @@ class Pool:
             while waiting or self._running:
                 while waiting and self._fits(waiting[0]):
                     self._try(waiting.pop(0))
-                self._wait()
+                time.sleep(TICK_S)
                 self._reap()
-                if asked.interrupts > 1:
+                if asked.count(signal.SIGINT) > 1:
                     self._cancel_all()
                     break
-                if len(asked.stops) > heard:
-                    heard = len(asked.stops)
+                if len(asked) > heard:
+                    heard = len(asked)
                     waiting.clear()
                     for run in self._running:
-                        run.stop(asked.stops[-1])
-            return [*self._codes, 130 if asked.interrupts else 75] if asked.stops else self._codes
+                        run.stop(asked[-1])
+            return [*self._codes, 130 if signal.SIGINT in asked else 75] if asked else self._codes
 
     def _fits(self, cell: Cell) -> bool:
         if is_timed(cell) or self._timing is not None:
@@ -159,9 +150,6 @@ class Pool:
         free = [device for device in visible_devices() if device not in taken]
         return free[: devices_per_node(cell.typed)]
 
-    def _wait(self) -> None:
-        time.sleep(TICK_S)
-
     def _reap(self) -> None:
         for run in list(self._running):
             ended = run.poll()
@@ -175,7 +163,7 @@ class Pool:
             run.cancel(stop_reason(signal.SIGINT))
         while self._running:
             self._reap()
-            self._wait()
+            time.sleep(TICK_S)
 
 
 def exit_code(codes: Sequence[int]) -> int:
