@@ -7,13 +7,15 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from inspect import signature as signature_of
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from harness.bench import Report, report, text as folded
+from harness.bench import Report, record, report, text as folded
 from harness.bench.render import COLUMNS, finding
 from harness.bench.report import _mixed, name_of
 from harness.cli.main import main
@@ -21,6 +23,7 @@ from harness.config.errors import BadRequest
 from harness.store.identity import signature
 from harness.store.study import write_study
 from tests.bench import lab
+from tests.support.mutants import Slip, each
 
 
 def row(found: Report, engine: str, strategy: str) -> Any:
@@ -262,3 +265,38 @@ def test_arms_of_other_numbers_of_ranks_on_one_machine_are_compared() -> None:
 
     assert list(_mixed([process("a", "a"), process("a", "a", "a", "a")])) == []
     assert list(_mixed([process("a", "b"), process("a", "a")])) == ["hosts: ['a', 'b'] and ['a']"]
+
+
+REPORT = sys.modules["harness.bench.report"]
+MUTANTS: dict[str, tuple[Slip, Callable[[Path], None]]] = {
+    "steps that warm up": (
+        Slip(record, "_facts", 'lines[config["measure"]["warmup_steps"] :]', "lines", "Warm-up steps are timed"),
+        test_rows_are_medians_over_processes_without_the_warm_up,
+    ),
+    "the slowest of the others": (
+        Slip(REPORT, "_targets", "best = min(", "best = max(", "Native is held against the slowest of its strategy"),
+        test_native_is_held_against_the_best_of_its_strategy,
+    ),
+    "a busy machine": (
+        Slip(record, "_facts", "* (load > ranks + 1)", "* False", "No block is disturbed by a machine's load"),
+        test_disturbed_blocks_are_flagged_and_kept,
+    ),
+    "two processors": (
+        Slip(REPORT, "_mixed", "if len(found) > 1", "if len(found) > 2", "Runs of two machines are compared"),
+        test_two_machines_cannot_be_compared,
+    ),
+    "a block that is missing": (
+        Slip(REPORT, "_ratio", "set.intersection", "set.union", "An arm is held against blocks that it has not"),
+        test_a_missing_run_leaves_the_shared_blocks_and_is_named,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", each("Timed studies", {name: slip for name, (slip, _) in MUTANTS.items()}))
+def test_a_mutant_is_noticed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slip, check = MUTANTS[name]
+    if "root" in signature_of(check).parameters:
+        lab.record(tmp_path, lab.study(tmp_path))
+    slip.put(monkeypatch)
+    with pytest.raises((AssertionError, KeyError)):
+        check(tmp_path)
