@@ -24,7 +24,7 @@ from harness.config import own, rules
 from harness.config.catalog import ROOT, is_declared, load_catalog, own_folder
 from harness.config.doc import plain_of, tables
 from harness.config.errors import BadRequest, Violation, completed, refuse
-from harness.config.overrides import check_overrides, forbid_appending, hydra_words
+from harness.config.overrides import check_overrides, hydra_words
 from harness.config.schema import Config, TrainConfig
 from harness.config.typed import MISSING, load_config, load_within, put
 from harness.config.words import quote
@@ -109,7 +109,6 @@ def _refused(values: Mapping[str, Any], overrides: Sequence[str], words: Sequenc
 
 def freeze(values: Mapping[str, Any], overrides: Sequence[str], *, earlier: Sequence[str] = ()) -> Cell:
     """Resolve plain values, type them, apply every rule. Args, Raises: as `compose_cell`."""
-    forbid_appending(overrides)
     config, beyond = load_within(_resolved(values))
     _anchor_paths(config)
     _shorten_warmup(config, [*earlier, *overrides])

@@ -36,7 +36,7 @@ class Setting:
     only: tuple[Only, ...] = ()
     """Conditions under which it has an effect."""
 
-    @property
+    @functools.cached_property
     def choices(self) -> tuple[str, ...]:
         return tuple(self.type.__members__) if isinstance(self.type, type) and issubclass(self.type, Enum) else ()
 
@@ -74,14 +74,9 @@ def settings() -> dict[str, Setting]:
 def unknown_words(config: Mapping[str, Any]) -> list[str]:
     return [
         f"{path}={config[path]}, which is none of {', '.join(choices)}"
-        for path, choices in _choices().items()
-        if config.get(path) is not None and config[path] not in choices
+        for path, setting in settings().items()
+        if (choices := setting.choices) and config.get(path) is not None and config[path] not in choices
     ]
-
-
-@functools.cache
-def _choices() -> dict[str, tuple[str, ...]]:
-    return {path: setting.choices for path, setting in settings().items() if setting.choices}
 
 
 def unknown_settings(config: Mapping[str, Any]) -> list[str]:

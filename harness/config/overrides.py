@@ -215,13 +215,6 @@ def no_flag(text: str) -> Violation:
     return Violation(text, "is no flag; settings have no dashes", fix=shlex.quote(text.lstrip("-")))
 
 
-def forbid_appending(overrides: Sequence[str]) -> None:
-    """Raises `BadRequest` for `+key`, `++key` and `~key`: the set of settings is fixed, and Hydra would accept them."""
-    found = [appending(o) for o in overrides if o.startswith(("+", "~"))]
-    if found:
-        raise BadRequest(found)
-
-
 def appending(override: str) -> Violation:
     bare = override.lstrip("+~")
     key = bare.partition("=")[0]
