@@ -116,7 +116,7 @@ def test_the_dashboard_draws_what_the_copy_sends(root: Path, found: StudyVerdict
 
 @pytest.mark.parametrize(
     ("study", "mode", "told"),
-    [("lab", "", "neither WANDB_API_KEY nor"), ("nope", "offline", "no study of this name was run")],
+    [("lab", "", "No API key configured"), ("nope", "offline", "no study of this name was run")],
 )
 def test_what_cannot_be_pushed_is_refused_first(
     study: str, mode: str, told: str, root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -100,7 +100,7 @@ def test_a_study_is_sent_with_its_verdicts(
 
 
 @pytest.mark.parametrize(
-    ("mode", "told"), [("", "neither WANDB_API_KEY nor"), ("disabled", "sends nothing"), ("so so", "is none of online")]
+    ("mode", "told"), [("", "No API key configured"), ("disabled", "sends nothing"), ("so so", "is none of online")]
 )
 def test_what_cannot_be_sent_is_refused_before_it_begins(
     mode: str, told: str, store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
