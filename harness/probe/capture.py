@@ -26,7 +26,12 @@ from harness.store.shapes import METADATA
 
 def write_step(folder: Path, step: int, tensors: Mapping[str, Tensor], facts: Mapping[str, object]) -> None:
     """Write a captured step, atomically; tensors have the prefixes above. Raises `OSError`."""
-    _write(folder / f"step-{step:06d}.safetensors", tensors, {"step": step, **facts})
+    private_folder(folder)
+    path, text = folder / f"step-{step:06d}.safetensors", json.dumps({"step": step, **facts}, allow_nan=False)
+    temporary = path.with_suffix(".tmp")
+    save_file(dict(tensors), temporary, {METADATA: text})
+    temporary.chmod(PRIVATE)
+    os.replace(temporary, path)
 
 
 def write_rounding(folder: Path, step: int, draws: int, moves: Mapping[str, object]) -> None:
@@ -46,14 +51,6 @@ def beside(expected: Tensor, gradient: Tensor | None) -> tuple[Tensor, bool]:
     off = expected - gradient.double()
     stored = off if gradient.dtype is torch.float64 else off.float()
     return (stored, False) if bool(stored.isfinite().all()) else (expected, True)
-
-
-def _write(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, object]) -> None:
-    private_folder(path.parent)
-    temporary = path.with_suffix(".tmp")
-    save_file(dict(tensors), temporary, {METADATA: json.dumps(facts, allow_nan=False)})
-    temporary.chmod(PRIVATE)
-    os.replace(temporary, path)
 
 
 def raw_bytes(tensor: Tensor) -> memoryview:
