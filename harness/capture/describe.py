@@ -149,7 +149,9 @@ def config(parts: Sequence[Mapping[str, Any]], steps: Sequence[Mapping[str, Any]
         found["optimizer"]["name"] = "ext"
     shapes = {each["name"]: each["shape"] for part in parts for each in part["tensors"]}
     found["model"]["parameters"] = sum(math.prod(shape) for shape in shapes.values())
-    copies, microbatches = max(1, first.get("readers", 1)), _microbatches(steps)
+    copies = max(1, first.get("readers", 1))
+    # of most steps: a pipeline's first one has a forward more, by which it learns shapes
+    microbatches = int(statistics.median_low([each["microbatches"] for each in steps] or [1]))
     rows = max(1, first.get("rows", 0) // (copies * microbatches))
     batch = rows * copies * microbatches
     tokens = max(batch, int(first.get("tokens") or 0))
@@ -162,11 +164,6 @@ def config(parts: Sequence[Mapping[str, Any]], steps: Sequence[Mapping[str, Any]
         "train": {"steps": len(steps), "global_batch_size": batch, "microbatch_size": rows, "seed": 0, "replicate": 0},
         "study": {"name": name.partition("/")[0]},
     }
-
-
-def _microbatches(steps: Sequence[Mapping[str, Any]]) -> int:
-    """Number in most steps: a pipeline's first step has a forward more, by which it learns shapes."""
-    return int(statistics.median_low([each["microbatches"] for each in steps] or [1]))
 
 
 def write_config(path: Path, values: Mapping[str, Any]) -> None:
