@@ -11,7 +11,7 @@ import pytest
 from harness.launch.slurm import scheduler
 from harness.launch.slurm.scheduler import Job, Scheduler, SlurmError, judge, parse_sacct, parse_scontrol, parse_squeue
 from harness.store.status import Keeper, State, Status
-from tests.support.mutants import Slip, each
+from tests.support.mutants import each, found_by, slips
 
 NOW = datetime.now(UTC).isoformat()
 
@@ -192,7 +192,7 @@ def test_a_silent_controller_proves_nothing(commands):
 
 
 def test_a_run_whose_number_was_lost_is_found_by_its_token(commands):
-    commands(squeue="7|1|PENDING|None||s-0badcafe\n7|0|PENDING|None||s-0badcafe\n6|1|PENDING|None||s-1badcafe\n")
+    commands(squeue="7|0|PENDING|None||s-0badcafe\n7|1|PENDING|None||s-0badcafe\n6|1|PENDING|None||s-1badcafe\n")
     job = Scheduler().job_of(of(State.queued, "", submission="0badcafe", index=1))
     assert job is not None
     assert job.id == "7_1"
@@ -284,35 +284,50 @@ def test_the_limit_of_an_array(commands):
     assert scheduler.max_array_size() == 1001
 
 
-MUTANTS = {
-    "elements": (
-        lambda commands: test_what_lives_is_not_lost_while_squeue_fails(commands, "7_4", {"scontrol": WAITING}),
-        Slip(
-            scheduler, "_numbers", "max(first, last) + 1", "first + 1", "Of a range that waits one element is seen"
-        ),
-    ),
-    "runaway": (
-        test_what_accounting_calls_alive_is_lost_where_the_controller_has_forgotten_it,
-        Slip(Scheduler, "_ended_job", "living is not None and silent", "living is not None or silent", "It wins"),
-    ),
-    "another's job": (
+SLIPS = slips("""
+    elements: Of a range that waits one element is seen
+        launch.slurm.scheduler._numbers: max(first, last) + 1 => first + 1
+    runaway: It wins
+        launch.slurm.scheduler.Scheduler._ended_job: living is not None and silent => living is not None or silent
+    another's job: A number is taken for a job's name
+        launch.slurm.scheduler._of: job is None or not status => True or not status
+    newer words: What nobody knows is a failure
+        launch.slurm.scheduler.judge: job.state not in ENDS and => False and
+    once a look: Every array waits again
+        launch.slurm.scheduler.Scheduler._jobs: command not in self._mute and =>
+    names with separators: A name that contains the separator hides its job
+        launch.slurm.scheduler.parse_squeue: line.split("|", 5) => line.split("|")
+    none assigned: A job that waits is said to run on nodes of that name
+        launch.slurm.scheduler.parse_sacct: if nodes == "None assigned" => if nodes == "None"
+    the last of a name: What a comment says of a job is believed
+        launch.slurm.scheduler.parse_scontrol: dict(reversed(words)) => dict(words)
+    the element's own number: An element of an array goes by the number of its own job
+        launch.slurm.scheduler.parse_scontrol: fields.get("ArrayJobId", fields["JobId"]) => fields["JobId"]
+    saved work is queued: A preempted run that waits is called queued
+        launch.slurm.scheduler.judge: if status.state is State.preempted else => if not status else
+    too early: A submission is lost while sbatch may still answer, and never later
+        launch.slurm.scheduler._missing: < SUBMISSION_GRACE_S => > SUBMISSION_GRACE_S
+    any element: Of an array any element is a run's own
+        launch.slurm.scheduler.Scheduler._queued: ("", str(status.index)) => map(str, range(99))
+    squeue alone: Who is silent in squeue is not asked for elsewhere
+        launch.slurm.scheduler.Scheduler.job_of: if not status.job => if status
+    accounting first: What accounting calls alive is not asked of the controller
+        launch.slurm.scheduler.Scheduler._ended_job: found.state not in WAITING | RUNNING => found
+    no arrays: A site without arrays is given one of no elements
+        launch.slurm.scheduler.max_array_size: max(1, => max(0,
+""")
+
+
+@pytest.mark.parametrize("name", each("slurm", SLIPS))
+def test_mutants_are_found(name, commands):
+    texts = test_squeue, test_sacct, test_scontrol, test_what_a_jobs_state_means, test_the_limit_of_an_array
+    queue = test_what_waits_for_another_user_is_not_lost, test_what_lives_is_not_lost_while_squeue_fails
+    alone = test_with_sacct_alone_what_it_does_not_know_proves_nothing, test_a_word_of_a_newer_version_is_no_end
+    names = (
         test_another_job_under_the_number_of_a_run_is_not_its_own,
-        Slip(scheduler, "_of", "job is None or not status", "True or not status", "A number is taken for a job's name"),
-    ),
-    "newer words": (
-        lambda commands: test_a_word_of_a_newer_version_is_no_end(commands, "EXPEDITING"),
-        Slip(scheduler, "judge", "job.state not in ENDS and", "False and", "What nobody knows is a failure"),
-    ),
-    "once a look": (
-        test_commands_that_do_not_answer_are_waited_for_once_a_look,
-        Slip(Scheduler, "_jobs", "command not in self._mute and ", "", "Every array waits again"),
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", each("slurm", [(name, slip.breaks) for name, (_, slip) in MUTANTS.items()]))
-def test_mutants_are_found(name, commands, monkeypatch):
-    claim, slip = MUTANTS[name]
-    slip.put(monkeypatch)
-    with pytest.raises((AssertionError, TypeError)):
-        claim(commands)
+        test_a_submission_without_a_job_is_lost_after_a_while,
+    )
+    token = test_a_run_whose_number_was_lost_is_found_by_its_token
+    late = test_commands_that_do_not_answer_are_waited_for_once_a_look
+    gone = test_what_accounting_calls_alive_is_lost_where_the_controller_has_forgotten_it
+    found_by(SLIPS[name], *texts, *queue, *alone, *names, token, late, gone, commands=commands)

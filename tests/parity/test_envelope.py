@@ -17,6 +17,7 @@ from harness.parity.tiers.gradients import Block, Mismatch, TensorPair
 from harness.store.rundir import flatten
 from tests.parity.arms import Arm
 from tests.parity.network import bf16
+from tests.support.mutants import each, found_by, slips
 
 TINY = Arithmetic("fp32", "fp32", "fp32", "fp32", 4, 2, 2, 4, 2048, 512, 200_000)
 BF16 = replace(TINY, compute="bf16")
@@ -241,3 +242,41 @@ def test_families_are_read_from_the_frozen_configuration() -> None:
     assert Arithmetic.of(config).num_experts == 1
     before = {key: value for key, value in config.items() if key not in ("model.family", "model.skip_idle")}
     assert Arithmetic.of(before) == Arithmetic.of(config), "runs from before there were families"
+
+
+SLIPS = slips("""
+    equal losses: Routes are said to flip where losses are equal
+        parity.tiers.envelope.Envelope.flips: if self.same_forward => if not self.arm
+    a median of flips: Flips are bounded by what one run in two exceeds
+        parity.tiers.envelope._most: 1 - 1e-6 => 0.5
+    density of the chosen: Scores are as dense as the chosen experts alone
+        parity.tiers.arithmetic.Arithmetic.swapped: density = n * => density = k *
+    safety twice: Few elements have a margin on top of the margin
+        parity.tiers.envelope.Envelope.few: / SAFETY) => )
+    fewer: Of several elements none may cancel
+        parity.tiers.envelope.Envelope.few: numel < FEW => numel < 2
+    reuse in fp32: A reused weight's gradients are thought to be added in fp32
+        parity.tiers.envelope.Envelope.floor: RMS * UNIT[run.compute] => RMS * UNIT["fp32"]
+    an exact loss: The loss itself is not thought to be rounded
+        parity.tiers.envelope.Envelope.loss: + 4 * UNIT[wide] =>
+    one token: Errors of logits are not averaged over tokens
+        parity.tiers.envelope.Envelope.loss: / math.sqrt(self.arm.tokens) =>
+    a factor without residual: A shared factor is not capped by the residual it leaves
+        parity.tiers.envelope.Envelope.scale: , residual) => , 1.0)
+    a tensor's own: A factor of all gradients may be as large as that of one tensor
+        parity.tiers.envelope.Envelope.global_scale: self.arm.global_coherent + => self.arm.coherent +
+    a walk: A sum kept in 16 bits is thought to err as a walk does
+        parity.tiers.arithmetic.Arithmetic.stagnation: (self.ranks - 1) * => math.sqrt(self.ranks - 1) *
+    no recomputation: Operands of 8 bits are rounded once for two forwards
+        parity.tiers.arithmetic.Arithmetic.quantized: squares = 2 * squares + => squares = squares +
+    a piece as the whole: A small piece is bounded like a large one
+        parity.tiers.arithmetic.of_piece: max(1, numel) => 1000
+""")
+
+
+@pytest.mark.parametrize("name", each("The comparator: bounds of rounding", SLIPS))
+def test_a_mutant_is_found(name: str) -> None:
+    shared = test_what_tensors_share_is_capped_by_their_residual_and_by_the_dtype, test_no_route_flips_where_none_can
+    numbers = test_the_numbers_the_bounds_come_to, test_operands_of_8_bits_are_counted_once_a_product
+    small = test_a_sum_of_few_elements_may_cancel, test_a_reused_weight_may_be_one_rounding_off_and_no_other_may
+    found_by(SLIPS[name], *shared, *numbers, *small, test_a_sum_kept_in_bf16_stagnates_within_the_worst_case)

@@ -14,6 +14,7 @@ from harness.parity.tiers.equivalence import ALPHA, POWER, decide, holm, paired_
 from tests.parity.corpus import FP32, OURS
 from tests.parity.edits import edit_json, edit_lines
 from tests.parity.lab import CLEAN, as_study, write
+from tests.support.mutants import each, found_by, slips
 
 MARGIN = 1.0
 LOSS = {"loss": MARGIN}
@@ -169,3 +170,32 @@ def test_a_margin_that_the_noise_swamps_is_undecided_and_names_the_seeds(store: 
     assert seeds.outcome is Outcome.UNDECIDED
     assert "seeds would decide it" in seeds.sentence or "no number of seeds" in seeds.sentence
     assert found.exit_code == 3
+
+
+SLIPS = slips("""
+    a wider interval: The interval covers more than it states
+        parity.tiers.equivalence._tested: 1.0 - ALPHA => 1.0 - ALPHA / 2
+    off from 0: What is not 0 is called different, whatever the margin
+        parity.tiers.equivalence._tested: abs(mean) - margin => abs(mean)
+    no noise: Equal runs are as likely different as not
+        parity.tiers.equivalence._t: math.copysign(math.inf, distance) => 0.0
+    step down: Holm's adjusted p-values may fall
+        parity.tiers.equivalence.holm: max(so_far, => max(0.0,
+    one measure of several: One equivalent measure makes an arm equivalent
+        parity.tiers.equivalence.decide: max(each.p_equivalent => min(each.p_equivalent
+    all must differ: An arm differs only where every measure does
+        parity.tiers.equivalence._bonferroni: * min(p_values) => * max(p_values)
+    a margin of 0: A margin of 0 is let through
+        parity.tiers.equivalence.paired_test: if not margin > 0 => if margin < 0
+""")
+
+
+@pytest.mark.parametrize("name", each("The comparator: paired seeds", SLIPS))
+def test_a_mutant_is_found(name: str) -> None:
+    rules = (
+        test_holm_by_hand,
+        test_every_measure_must_be_equivalent_and_any_may_differ,
+        test_a_margin_of_zero_is_refused,
+    )
+    rates = test_the_interval_covers_what_it_states, test_an_arm_at_the_margin_is_seldom_called_either
+    found_by(SLIPS[name], *rules, test_equal_runs_have_no_noise_and_are_equivalent, *rates)

@@ -8,6 +8,7 @@ from harness.config.errors import BadRequest
 from harness.config.overrides import check_overrides
 from harness.config.schema import StudyConfig
 from harness.study.cells import Point, expand, normalise
+from tests.support.mutants import each, found_by, slips
 
 
 def points(study: StudyConfig, *words: str) -> list[Point]:
@@ -133,3 +134,35 @@ def test_a_study_of_too_many_cells_is_refused_before_they_are_made() -> None:
     rates = [str(number) for number in range(1, 301)]
     with pytest.raises(BadRequest, match="makes 2,999,700 cells"):
         expand(StudyConfig(grid={"optimizer.lr": rates}, replicates=9_999), [])
+
+
+SLIPS = slips("""
+    the base wins: The base of a study wins over its axes
+        study.cells.expand: arm |= assignment => arm = assignment | arm
+    a typed axis multiplies: An axis of the file stays beside what is typed for it
+        study.cells._file_axes: if key not in typed: => if key:
+    a typed key stays zipped: A zipped axis keeps a key that is typed
+        study.cells._file_axes: if key not in typed} => if key}
+    replicates from 1: Replicates count from 1
+        study.cells.expand: range(study.replicates) => range(1, study.replicates + 1)
+    a typed replicate multiplies: Replicates of the file multiply a typed one
+        study.cells.expand: and "train.replicate" not in typed =>
+    any of a line: One word of a line of skip_if leaves a cell out
+        study.cells.expand: line <= set(overrides) => line & set(overrides)
+    the arm wins: An arm's own overrides win over its control's
+        study.cells.expand: arm | study.control => study.control | arm
+    two lengths: Zipped axes of two lengths are let through
+        study.cells._check_file: len(set(lengths.values())) > 1 => len(set(lengths.values())) > 2
+    nothing is left: A study whose cells are all left out has none, in silence
+        study.cells.expand: if not points => if not axes
+    the file's name: A study is called like its file, whatever it says
+        study.cells.normalise: {"name": name, **raw} => {**raw, "name": name}
+""")
+
+
+@pytest.mark.parametrize("name", each("Points of a study", SLIPS))
+def test_a_mutant_is_found(name: str) -> None:
+    claims = test_arms, test_a_control_is_its_arm_with_the_controls_overrides, test_a_file_reads_as_yaml_is_written
+    found_by(
+        SLIPS[name], *claims, test_mistakes_in_a_file_are_told_at_once_with_hints, test_a_study_without_cells_is_refused
+    )

@@ -7,11 +7,13 @@ the file with the seconds it took; `benchmarks/pages/mutants.py` makes docs/reco
 from __future__ import annotations
 
 import inspect
+import itertools
 import json
 import pydoc
 import re
 import sys
 import textwrap
+from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -121,6 +123,28 @@ def slips(*given: Any) -> dict[str, Any]:
         slip = Slip(owner, attribute, old, new.removeprefix(" "), breaks)
         found[name] = (*before, slip, *more) if before or more else slip
     return found
+
+
+def found_by(slip: Slip, *claims: Callable[..., None], **fixtures: Any) -> None:
+    """Hold that one of these tests fails with the mistake in place, which a test's module has under its name, too.
+
+    Args: claims: with all their parameters. fixtures: of the tests that take them.
+    """
+
+    def every_claim() -> None:
+        for claim in claims:
+            marks = [mark.args for mark in getattr(claim, "pytestmark", ()) if mark.name == "parametrize"]
+            axes = [[{n: v} if isinstance(n, str) else dict(zip(n, v, strict=True)) for v in vs] for n, vs in marks]
+            taken = {name: fixtures[name] for name in fixtures.keys() & inspect.signature(claim).parameters}
+            for case in itertools.product(*axes):
+                claim(**ChainMap(taken, *case))
+
+    here, found = claims[0].__globals__, vars(slip.owner)[slip.name]
+    with slip.patched(), pytest.MonkeyPatch.context() as monkeypatch:
+        if here.get(slip.name) is found:
+            monkeypatch.setitem(here, slip.name, vars(slip.owner)[slip.name])
+        with pytest.raises((AssertionError, pytest.fail.Exception)):
+            every_claim()
 
 
 @pytest.fixture
