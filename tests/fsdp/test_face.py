@@ -29,6 +29,7 @@ from harness.fsdp import (
 from harness.fsdp.megatron import UNBUILT
 from harness.fsdp.options import OPTIONS
 from harness.fsdp.vocabulary import Dtype, OuterStrategy, Strategy
+from tests.support.mutants import each_found_by
 
 ROOT = Path(__file__).parents[2]
 
@@ -289,3 +290,27 @@ def test_every_argument_of_the_peer_is_a_knob_or_refused() -> None:
     dtypes = named(peer.MixedPrecisionPolicy)
     assert ours - theirs <= dtypes, "a name the peer does not have"
     assert theirs - ours == set(UNBUILT), "an argument of the peer that is neither a knob nor refused"
+
+
+test_a_mutant_is_found = each_found_by(
+    "The engine, by the values it takes",
+    """
+    one more: A range takes one number more than it says
+        fsdp.options.Range.holds: value <= self.high and => value <= self.high + 1 and
+    open ends: A range that begins above a number takes it
+        fsdp.options.Range.holds: self.high and not left_out => self.high
+    open ends unsaid: A range does not say that its first number is none of it
+        fsdp.options.Range.__str__: if self.above else => if self.below else
+    True is 1: A bool is taken for a number
+        fsdp.options.Option.read: or (isinstance(value, bool) and self.kind is not bool): => :
+    None for all: None is taken by an option that has no such value
+        fsdp.options.Option.read: value is None and self.optional => value is None
+    None unsaid: An option does not say that it takes None
+        fsdp.options.Option.takes: if self.optional else words => if not self.optional else words
+    room for three: Two units ahead are taken where buffers have room for one
+        fsdp.options.Options.__post_init__: self.prefetch > 1 => self.prefetch > 2
+    buffers that move: Registered buffers are allocated anew
+        fsdp.options.fixed_buffers: or chosen["nccl_ub"] is not Registration.none =>
+    """,
+    test_a_wrong_value_is_refused_with_what_is_valid,
+)

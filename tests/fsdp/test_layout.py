@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from harness.fsdp.comm.communicator import Part
 from harness.fsdp.storage.cuts import Cuts, Place
 from harness.fsdp.storage.layout import FUSED_CUT, BucketLayout, ParamSpec, plan_bucket
 from harness.fsdp.storage.placement import SHARD
+from tests.support.mutants import each_found_by
 
 shapes = st.lists(st.lists(st.integers(0, 40), max_size=3).map(tuple), min_size=1, max_size=12)
 rank_counts = st.one_of(st.integers(1, 16), st.sampled_from([63, 64, 255, 1024]))
@@ -316,3 +318,47 @@ def test_own_shards_and_gathers_bring_every_element_back(
             assert set(given_by) <= known[giver, o], "a rank gives what the outer axis brought it"
             arrived.update(given_by)
         assert of_params(cuts) <= arrived, "weights are whole"
+
+
+def test_one_bucket_of_every_kind_of_parameter() -> None:
+    """The properties above, on a grid of three by two."""
+    given: list[Any] = [[(10, 3), (), (70,), (3, 64), (0, 3), (300,), (9, 3)], (3, 2)]
+    test_every_element_lies_on_exactly_one_rank_and_no_row_is_cut.hypothesis.inner_test(given[0], 6, 64)
+    test_runs_and_gaps_cover_each_element_once.hypothesis.inner_test(*given, [0, 1] * 4)
+    for pair in PAIRS:
+        test_every_collective_moves_each_element_once.hypothesis.inner_test(*pair, *given)
+        test_own_shards_and_gathers_bring_every_element_back.hypothesis.inner_test(*pair, *given)
+
+
+test_a_mutant_is_found = each_found_by(
+    "The engine, by where elements lie",
+    """
+    last rows: Rows that the ranks do not divide have no place
+        fsdp.storage.layout._shard_numel: -(-numel // (row_numel * num_ranks)) => numel // (row_numel * num_ranks)
+    rows for elements: A shard is as many elements long as it has rows
+        fsdp.storage.layout._shard_numel: return rows * row_numel => return rows
+    cut anywhere: Shards are cut where a fused kernel has no whole vector
+        fsdp.storage.layout._shard_numel: num_ranks > 1 and _is_fusable(row_numel) => False
+    places of the segment: A parameter's place in a shard is its place in the segment
+        fsdp.storage.layout._within: start - low, => start,
+    to the shard's end: A rank's part of a parameter goes on to the end of the shard
+        fsdp.storage.layout._within: min(slot.end, high) => high
+    first segment: Parameters of later segments lie in the first one
+        fsdp.storage.layout.BucketLayout.bucket_range: return base + slot.offset => return slot.offset
+    across groups: A run goes on into the parameters of another group
+        fsdp.storage.layout.BucketLayout.runs: (last.group, last.segment, last.end) == (group, index, start)
+        => (last.segment, last.end) == (index, start)
+    without padding: A run ends with its last parameter, where no cut is
+        fsdp.storage.layout.BucketLayout.runs: after.offset if after is not None else segment.numel => slot.end
+    outer rank first: Ranks of a layout are numbered along the wrong axis
+        fsdp.storage.cuts.Cuts.layout_rank: self.inner_index * self.layout.outer + self.outer_index
+        => self.outer_index * self.place.inner_size + self.inner_index
+    counted by all: Inner ranks that hold the same elements each count them for the norm
+        fsdp.storage.cuts.Cuts.is_counted_here: (self.place.inner_rank, => (self.inner_index,
+    shards of the outer axis: An inner rank's shard begins where that of a single rank would
+        fsdp.storage.cuts.Cuts.inner_shards: self.inner_index * s.inner_numel => self.inner_index * s.shard_numel
+    inner for outer: The outer axis is cut by the place on the inner one
+        fsdp.storage.cuts.Cuts.own_shards: self.outer_index * size => self.inner_index * size
+    """,
+    test_one_bucket_of_every_kind_of_parameter,
+)

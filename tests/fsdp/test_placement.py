@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import fields
+from dataclasses import fields, replace
 from fractions import Fraction
 
 import pytest
@@ -25,6 +25,7 @@ from harness.fsdp.storage.placement import (
     route,
 )
 from harness.fsdp.vocabulary import OuterStrategy, Strategy
+from tests.support.mutants import each_found_by
 
 ALL = [Placements.of(inner, outer) for inner in Strategy for outer in ON_OUTER]
 
@@ -61,7 +62,7 @@ def test_a_route_ends_where_it_was_to_end_step_by_step(placed: Placements) -> No
 
 
 def test_the_outer_axis_carries_an_inner_share_whatever_the_strategy() -> None:
-    for placed in ALL:
+    for placed in map(replace, ALL):  # whose routes nobody has asked for
         for steps in (placed.reductions[True], placed.install, route(placed.main_weights, WHOLE)):
             for step in steps:
                 if step.axis.name == "outer":
@@ -82,3 +83,25 @@ def test_a_row_that_sums_over_the_outer_axis_in_every_microbatch_is_refused(monk
     monkeypatch.setattr(placement, "ON_OUTER", {**ON_OUTER, OuterStrategy.optim: each_time})
     with pytest.raises(ValueError, match="the outer axis sums once a step, so that both are Partial"):
         Placements.of(Strategy.optim_grads, OuterStrategy.optim)
+
+
+test_a_mutant_is_found = each_found_by(
+    "The engine, by its table of placements",
+    """
+    whole buckets outside: Ranks of one inner group each send all elements over the outer axis
+        fsdp.storage.placement.route: if now.inner is REPLICATE: => if False:
+    terms outside: The outer axis adds up what the inner one has not summed
+        fsdp.storage.placement.route: if now.inner is PARTIAL and end.inner is not PARTIAL: => if False:
+    from the start: A step forgets what the one before it has done on the other axis
+        fsdp.storage.placement.route: now, now._replace => now, start._replace
+    the other axis: What a collective carries is read of its own axis
+        fsdp.storage.placement.Step.share: self.axis is Axis.inner => self.axis is Axis.outer
+    the other size: What the outer axis carries is divided by its own size
+        fsdp.storage.placement.Step.share: self.after.inner, inner_size => self.after.inner, outer_size
+    refused the wrong way: The error of a change that nothing does names its ends in the other order
+        fsdp.storage.placement.operation: from {before.value} to {after.value}; => from {after.value} to {before.value};
+    """,
+    test_a_route_ends_where_it_was_to_end_step_by_step,
+    test_the_outer_axis_carries_an_inner_share_whatever_the_strategy,
+    test_what_no_operation_does_is_refused_with_what_there_is,
+)

@@ -17,6 +17,7 @@ from harness.config.rules.request import Request
 from harness.config.schema import Config, Dtype
 from harness.fsdp import Dtypes, MixedPrecisionPolicy, fully_shard
 from harness.fsdp.policy import FORMATS, holds
+from tests.support.mutants import each_found_by
 
 TORCH = {Dtype.fp32: torch.float32, Dtype.bf16: torch.bfloat16, Dtype.fp16: torch.float16, Dtype.fp64: torch.float64}
 
@@ -145,3 +146,32 @@ def test_buckets_are_aligned_in_their_narrowest_buffer() -> None:
         align = Dtypes(*dtypes, torch.float64).align_elements
         assert align % 64 == 0
         assert all(align * dtype.itemsize % 256 == 0 for dtype in dtypes)
+
+
+test_a_mutant_is_found = each_found_by(
+    "The engine, by its dtypes",
+    """
+    gradients of the forward: Main gradients follow the compute dtype
+        fsdp.policy.MixedPrecisionPolicy.resolve: self.main_grads_dtype or main => self.main_grads_dtype or compute
+    wire of the weights: Gradients are sent in the dtype of the main weights
+        fsdp.policy.MixedPrecisionPolicy.resolve: self.grad_comm_dtype or grads => self.grad_comm_dtype or main
+    fp32 sums: What is sent in fp64 is summed in fp32
+        fsdp.policy.MixedPrecisionPolicy.resolve: (torch.promote_types(torch.float32, wire) => (torch.float32
+    two names: FSDP2's name of the wire's dtype wins over ours
+        fsdp.policy.MixedPrecisionPolicy.__post_init__: self.grad_comm_dtype not in (None, reduce_dtype) => False
+    16-bit gradients: Gradients are accumulated in 16 bits without consent
+        fsdp.policy.Dtypes.validate: self.grads.itemsize < 4 => self.grads.itemsize < 2
+    narrow sums: Sums may have fewer bits than what arrives
+        fsdp.policy.Dtypes.validate: or not holds(self.accum, self.wire): => :
+    narrow main weights: Main weights may be narrower than the forward's, and not wider
+        fsdp.policy.Dtypes.validate: holds(self.main, self.compute): => holds(self.compute, self.main):
+    as many bits: Formats of one size hold each other
+        fsdp.policy.holds: torch.promote_types(dtype, other) == dtype => dtype.itemsize >= other.itemsize
+    widest buffer: Parameters are aligned in the widest buffer alone
+        fsdp.policy.Dtypes.align_elements: min(4, => max(4,
+    """,
+    test_engine_and_desk_take_the_same_policies,
+    test_names_of_fsdp2_are_understood,
+    test_buckets_are_aligned_in_their_narrowest_buffer,
+    test_none_follows_the_chain,
+)

@@ -17,6 +17,7 @@ from harness.fsdp.comm.device import DeviceRuntime
 from harness.fsdp.comm.user_buffers import UserBuffers
 from harness.fsdp.storage.memory import BucketMemory
 from harness.fsdp.vocabulary import Registration, Transport
+from tests.support.mutants import each_found_by
 from tests.support.spawn import run_ranks
 
 CPU = torch.device("cpu")
@@ -316,3 +317,31 @@ def test_the_model_registers_after_its_first_step_allocates_in_the_pool_and_take
         assert log.index("into pool") < log.index("step") < log.index("dp registers pool symm=True")
         assert sum("registers" in line for line in log) == 1
         assert log[-1] == "dp takes back pool"
+
+
+test_a_mutant_is_found = each_found_by(
+    "The engine, by user buffers",
+    """
+    first one first: Registrations are taken back in the order in which they were made
+        fsdp.comm.user_buffers.UserBuffers.close: self._registered.pop() => self._registered.pop(0)
+    in flight: Buffers are taken back while a collective may use them
+        fsdp.comm.user_buffers.UserBuffers.close: self._runtime.synchronize() => pass
+    due for ever: Buffers are registered after each step
+        fsdp.comm.user_buffers.UserBuffers.due: manual and not self._registered => manual
+    before the first step: Buffers that wait for the first step are registered at once
+        fsdp.comm.user_buffers.UserBuffers.model_built: self.active and self.mode is Registration.auto => self.active
+    windows for all: Who asks for zero copy alone gets symmetric windows
+        fsdp.comm.user_buffers.UserBuffers.register: symm=self._symmetric => symm=True
+    no meeting: Ranks register before all have come
+        fsdp.comm.user_buffers.UserBuffers.register: self._on_all_ranks(lambda: None, "a meeting before it") => pass
+    own failures alone: A rank goes on where another one could not register
+        fsdp.comm.user_buffers.UserBuffers._on_all_ranks: if not has_succeeded: => if error:
+    a pool for nobody: A pool is made where nothing is to be registered
+        fsdp.comm.user_buffers.UserBuffers.__init__: if mode is not Registration.none and not => if not
+    """,
+    test_auto_registers_in_order_once_the_model_is_built_and_takes_back_in_reverse,
+    test_manual_registers_after_the_first_step_and_only_then,
+    test_none_touches_nothing,
+    test_a_failure_elsewhere_is_one_here,
+    test_registered_as_asked,
+)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from harness.shm.segment import ALIGN, RING, Mailboxes, Segment, head_bytes, open_peer
-from tests.support.mutants import Slip, each
+from tests.support.mutants import each, found_by, slips
 
 AREA = "Shared memory, by the mailboxes of ranks"
 
@@ -95,21 +95,20 @@ def test_a_message_that_is_too_long_for_a_ring_is_refused() -> None:
         mailboxes()[0].send(1, range(RING // 2))
 
 
-SLIPS = {
-    "over the end": Slip(
-        Mailboxes, "send", "own[_BEGIN + place] = 0", "pass", "the reader does not learn that the ring begins anew"
-    ),
-    "any room": Slip(Mailboxes, "send", "return False", "pass", "what was not read yet is written over"),
-    "never read": Slip(Mailboxes, "receive", "self._own[peer][_READ] = read", "pass", "what was read makes no room"),
-    "twice": Slip(Mailboxes, "receive", "self._read[peer] = read", "pass", "a message is received twice"),
-    "counted first": Slip(
-        Mailboxes,
-        "send",
-        "if skipped:",
-        "own[0] = written + skipped + length\n    if skipped:",
-        "a message is counted before it is written",
-    ),
-}
+SLIPS = slips(
+    r"""
+    over the end: the reader does not learn that the ring begins anew
+        shm.segment.Mailboxes.send: own[_BEGIN + place] = 0 => pass
+    any room: what was not read yet is written over
+        shm.segment.Mailboxes.send: return False => pass
+    never read: what was read makes no room
+        shm.segment.Mailboxes.receive: self._own[peer][_READ] = read => pass
+    twice: a message is received twice
+        shm.segment.Mailboxes.receive: self._read[peer] = read => pass
+    counted first: a message is counted before it is written
+        shm.segment.Mailboxes.send: if skipped: => own[0] = written + skipped + length\n    if skipped:
+    """
+)
 
 
 @pytest.mark.parametrize("name", each(AREA, SLIPS))
@@ -166,3 +165,28 @@ def test_another_file_is_not_mapped(size: int, inode: int, says: str) -> None:
     segment = Segment(0, 1 << 20)
     with pytest.raises(OSError, match=says):
         open_peer(os.getpid(), segment.file, size, segment.inode + inode)
+
+
+test_a_heap_with_a_mistake_is_found = found_by(
+    "Shared memory, by its blocks",
+    """
+    almost enough: A block is taken from a gap that is a little too short
+        shm.segment.Segment._find: if end - begin >= length: => if end - begin >= length - ALIGN:
+    the rest of a gap: What a block leaves of a gap is never used again
+        shm.segment.Segment._find: [(begin + length, end)] if end - begin > length else [] => []
+    never joined: Blocks that were given back one after the other stay apart
+        shm.segment.Segment._join: if before and before[-1][1] == begin: => if False:
+    joined over a block: A gap is joined with the next one over a block that is in use
+        shm.segment.Segment._join: if after and after[0][0] == end: => if after:
+    anywhere: A block begins wherever the last one ends
+        shm.segment.aligned: -(-num_bytes // ALIGN) * ALIGN => num_bytes
+    given back in part: The begin of a block is given back, and the rest of it is lost
+        shm.segment._give_back: begin + length => begin + ALIGN
+    for others too: Other users of the host may read a segment
+        shm.segment.Segment.__init__: 0o600 => 0o644
+    grows: A segment's size may change while peers have mapped it
+        shm.segment.Segment.__init__: | fcntl.F_SEAL_GROW =>
+    """,
+    test_blocks_never_overlap_and_are_used_again,
+    test_a_segment_is_ones_own_and_keeps_its_size,
+)

@@ -147,6 +147,17 @@ def found_by(slip: Slip, *claims: Callable[..., None], **fixtures: Any) -> None:
             every_claim()
 
 
+def each_found_by(area: str, table: str, *claims: Callable[..., None]) -> Any:
+    """A test a row of a table of `slips`, which holds that one of the claims fails."""
+    mutants = slips(table)
+
+    @pytest.mark.parametrize("name", each(area, mutants))
+    def test_a_mutant_is_found(name: str) -> None:
+        found_by(mutants[name], *claims)
+
+    return test_a_mutant_is_found
+
+
 @pytest.fixture
 def killed_in(record_property: Callable[[str, object], None]) -> Callable[[float], None]:
     """To be called with the seconds it took, where that is not what the test itself took."""

@@ -6,7 +6,7 @@ import pytest
 
 from harness.watchdog import report
 from harness.watchdog.report import Position
-from tests.support.mutants import Slip, each
+from tests.support.mutants import found_by
 
 
 def test_where_a_rank_is_gone_or_failed_there_is_no_advice_to_run_the_same() -> None:
@@ -42,31 +42,24 @@ def test_ranks_are_stuck_where_each_wait_is_for_a_collective_that_another_has_no
     assert report.all_stuck(dict(enumerate(positions))) is stuck
 
 
-SLIPS = {
-    "one wait is enough": (
-        "A rank is taken for stuck though one of its waits is for what all have begun",
-        Slip(report, "all_stuck", "all(_is_vain", "any(_is_vain"),
-    ),
-    "slow is stuck": (
-        "Ranks whose exchange is slow are taken for stuck",
-        Slip(report, "_is_vain", "count > each", "count >= each"),
-    ),
-    "two ranks alone": (
-        "Ranks that wait for each other in a circle are not seen",
-        Slip(report, "_is_vain", "for each in others)", "for each in others[:1])"),
-    ),
-    "names alone": (
-        "Ranks that began different collectives before, which gloo pairs by their order, wait until the limit",
-        Slip(report, "all_stuck", "is_mixed or ", ""),
-    ),
-    "who computes is asked, too": (
-        "A rank that is late is taken for one that waits",
-        Slip(report, "all_stuck", "each.waited and ", ""),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", each("Deadlocks", [(name, breaks) for name, (breaks, _) in SLIPS.items()]))
-def test_a_wrong_judgement_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    SLIPS[name][1].put(monkeypatch)
-    assert any(report.all_stuck(dict(enumerate(found))) is not stuck for stuck, found in STANDS.values())
+test_a_wrong_judgement_is_found = found_by(
+    "Deadlocks",
+    """
+    one wait is enough: A rank is taken for stuck though one of its waits is for what all have begun
+        watchdog.report.all_stuck: all(_is_vain => any(_is_vain
+    slow is stuck: Ranks whose exchange is slow are taken for stuck
+        watchdog.report._is_vain: count > each => count >= each
+    two ranks alone: Ranks that wait for each other in a circle are not seen
+        watchdog.report._is_vain: for each in others) => for each in others[:1])
+    names alone: Ranks that began different collectives before, which gloo pairs by their order, wait until the limit
+        watchdog.report.all_stuck: is_mixed or all( => all(
+    who computes is asked, too: A rank that is late is taken for one that waits
+        watchdog.report.all_stuck: each.waited and ( => (
+    advice to the gone: Ranks are told to run the same where one of them has ended
+        watchdog.report.describe_hang: advice if len(positions) == len(ranks) else '' => advice
+    advice to the failed: Ranks are told to run the same where a backend has failed
+        watchdog.report.describe_hang: cause, advice = "a collective failed", "" => cause = "a collective failed"
+    """,
+    test_where_a_rank_is_gone_or_failed_there_is_no_advice_to_run_the_same,
+    lambda: [test_ranks_are_stuck_where_each_wait_is_for_a_collective_that_another_has_not_begun(n) for n in STANDS],
+)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from harness.watchdog import CollectiveError, Watchdog, watchdog
 from harness.watchdog.waits import Waits
-from tests.support.mutants import Slip, each
+from tests.support.mutants import Slip, each, found_by
 from tests.support.spawn import run_ranks
 from tests.watchdog.ranks import together, watchdogs, without_threads
 
@@ -139,24 +139,6 @@ def test_waits_of_one_model_and_one_moment_count() -> None:
     assert counted_waits() == COUNTED
 
 
-COUNTING = {
-    "several models": (
-        "A rank tells counts in which those of another model are, which other ranks do not have",
-        Slip(Waits, "begin", "== 1", ">= 1"),
-    ),
-    "another moment": (
-        "A rank that goes on while it is asked tells a wait that is over, and what it has begun since",
-        Slip(Waits, "blocked", "dict(self.announced).keys() != waits.keys()", "False"),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", each("Deadlocks", [(name, breaks) for name, (breaks, _) in COUNTING.items()]))
-def test_a_rank_that_counts_too_much_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    COUNTING[name][1].put(monkeypatch)
-    assert counted_waits() != COUNTED
-
-
 def test_parts_of_ranks_and_short_limits_are_not_judged() -> None:
     found = [suspects(60.0, [0, 1]), suspects(60.0, [0, 1], [0]), suspects(2 * watchdog.SUSPECT_S, [0, 1])]
     assert found == [True, False, False]
@@ -198,7 +180,29 @@ def test_a_wait_may_last_as_long_as_the_groups_say() -> None:
     assert limits() == GIVEN
 
 
-@pytest.mark.parametrize("name", each("Deadlocks", [("300 s", "A rank that saves for six minutes is ended")]))
-def test_another_limit_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    Slip(watchdog, "default_timeout_s", "given - min", "min(given, 300.0) - min").put(monkeypatch)
-    assert limits() != GIVEN
+test_a_mutant_is_found = found_by(
+    "Deadlocks",
+    """
+    several models: A rank tells counts in which those of another model are, which other ranks do not have
+        watchdog.waits.Waits.begin: == 1 => >= 1
+    another moment: A rank that goes on while it is asked tells a wait that is over, and what it has begun since
+        watchdog.waits.Waits.blocked: dict(self.announced).keys() != waits.keys() => False
+    300 s: A rank that saves for six minutes is ended
+        watchdog.watchdog.default_timeout_s: given - min => min(given, 300.0) - min
+    since the host asked: A wait on a device counts from when the host came to it, far ahead of its stream
+        watchdog.waits.Waits.all: self.on_device[0].since = time.monotonic() => pass
+    behind another: Waits that a stream has not come to are late, too
+        watchdog.waits.Waits.all: list(self.on_device)[:1] => self.on_device
+    parts of ranks: Ranks are suspected by collectives in which only some take part
+        watchdog.watchdog.Watchdog.__init__: not records and everywhere => not records
+    short limits: Ranks are suspected where the limit ends the wait as soon
+        watchdog.watchdog.Watchdog.__init__: self.timeout_s > 2 * SUSPECT_S => self.timeout_s > SUSPECT_S
+    no time at all: A limit of 0 seconds is taken, by which every wait is late
+        watchdog.watchdog.Watchdog.__init__: if not self.timeout_s > 0: => if self.timeout_s < 0:
+    """,
+    test_waits_of_one_model_and_one_moment_count,
+    test_a_wait_lasts_since_its_stream_came_to_it_however_far_ahead_the_host_was,
+    test_parts_of_ranks_and_short_limits_are_not_judged,
+    lambda: test_a_limit_is_positive(0.0),
+    test_a_wait_may_last_as_long_as_the_groups_say,
+)
