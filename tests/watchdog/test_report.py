@@ -6,7 +6,7 @@ import pytest
 
 from harness.watchdog import report
 from harness.watchdog.report import Position
-from tests.support.mutants import found_by
+from tests.support.mutants import each_found_by
 
 
 def test_where_a_rank_is_gone_or_failed_there_is_no_advice_to_run_the_same() -> None:
@@ -42,7 +42,7 @@ def test_ranks_are_stuck_where_each_wait_is_for_a_collective_that_another_has_no
     assert report.all_stuck(dict(enumerate(positions))) is stuck
 
 
-test_a_wrong_judgement_is_found = found_by(
+test_a_wrong_judgement_is_found = each_found_by(
     "Deadlocks",
     """
     one wait is enough: A rank is taken for stuck though one of its waits is for what all have begun
@@ -61,5 +61,5 @@ test_a_wrong_judgement_is_found = found_by(
         watchdog.report.describe_hang: cause, advice = "a collective failed", "" => cause = "a collective failed"
     """,
     test_where_a_rank_is_gone_or_failed_there_is_no_advice_to_run_the_same,
-    lambda: [test_ranks_are_stuck_where_each_wait_is_for_a_collective_that_another_has_not_begun(n) for n in STANDS],
+    test_ranks_are_stuck_where_each_wait_is_for_a_collective_that_another_has_not_begun,
 )
