@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-import pytest
-
-from harness.parity import Grade, Outcome, Verdict, compare, judgement
+from harness.parity import Grade, Outcome, Verdict, compare
 from harness.parity.outcome import Finding
 from harness.parity.record import load
 from harness.parity.tiers import divergence
@@ -16,7 +14,7 @@ from tests.parity.conftest import Bench
 from tests.parity.corpus import OURS, OURS_BF16
 from tests.parity.lab import CLEAN
 from tests.parity.network import Optimizer, bf16
-from tests.support.mutants import Slip, each, slips
+from tests.support.mutants import finds
 
 AT = 8
 NAME = "blocks.1.w_up.weight"
@@ -150,10 +148,9 @@ def test_what_a_run_shows_of_itself_comes_first(bench: Bench) -> None:
     assert f"at step {AT}, update by the rule, sampled" in verdict.sentence
 
 
-MUTANTS = {
-    "nobody asks": Slip(judgement.Judgement, "verdict", "own += [", "[", "Equal gradients owe nothing"),
-    **slips(
-        """
+test_a_mutant_is_found = finds(
+    "The comparator: equal until",
+    wrong="""
         whatever the gradients: Other gradients owe equal weights
             parity.tiers.divergence._steps_of_equal_gradients: steps if equal.all() => steps if True
         whatever the norm: Gradients that were clipped otherwise owe them too
@@ -168,12 +165,7 @@ MUTANTS = {
             parity.tiers.divergence._finding: differs.any(1) => differs.all(1)
         on any device: Memory chooses no kernel on any device
             parity.tiers.divergence._finding: == "cpu" => != ""
-        """
-    ),
-}
-
-
-@pytest.mark.parametrize("name", each("The comparator: equal until", MUTANTS))
-def test_a_mutant_is_noticed(bench: Bench, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    MUTANTS[name].put(monkeypatch)
-    assert any(wrong(bench)), f"{name} survives"
+        nobody asks: Equal gradients owe nothing
+            parity.judgement.Judgement.verdict: own += [ => [
+    """,
+)

@@ -14,7 +14,6 @@ import pytest
 from harness.parity import Grade, Outcome, Verdict, compare, judgement
 from harness.parity.alone import every_step
 from harness.parity.outcome import Finding, Stage
-from harness.parity.telling import wording
 from harness.parity.tiers import divergence
 from harness.store.check_stream import FOLDER, step_columns
 from tests.parity.arms import Arm, Params, broken
@@ -23,7 +22,7 @@ from tests.parity.corpus import BF16, FP32, OURS, OURS_BF16, OURS_SGD, SGD, bf16
 from tests.parity.lab import CLEAN
 from tests.parity.network import Optimizer
 from tests.parity.streams import SKETCHES
-from tests.support.mutants import Slip, each
+from tests.support.mutants import each, finds
 
 AT = 8
 """Step at which faults begin here; nothing but step 1 is captured."""
@@ -177,20 +176,19 @@ def test_a_sentence_names_the_step_in_which_a_fault_begins(bench: Bench, tmp_pat
     assert list(wrong_onsets(bench, tmp_path)) == []
 
 
-ONSETS = {
-    "worked out before": Slip(wording, "_since", "before == first.step - 1", "True", "No step before is named"),
-    "certain alone": Slip(wording, "onset", "f.check in JUMPS", "False", "Only the step that is certain is named"),
-    "of any stage": Slip(wording, "onset", "set(f.stages) & set(first.stages)", "True", "Any jump begins a fault"),
-    "captured late": Slip(
-        wording, "_deciding", "onset(first, findings) or first", "first", "The last step's captures are asked for"
-    ),
-}
-
-
-@pytest.mark.parametrize("name", each("Where a fault begins", ((name, slip.breaks) for name, slip in ONSETS.items())))
-def test_a_wrong_onset_is_noticed(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    ONSETS[name].put(monkeypatch)
-    assert any(wrong_onsets(bench, tmp_path)), f"{name} survives"
+test_a_wrong_onset_is_found = finds(
+    "Where a fault begins",
+    wrong_onsets="""
+        worked out before: No step before is named
+            parity.telling.wording._since: before == first.step - 1 => True
+        certain alone: Only the step that is certain is named
+            parity.telling.wording.onset: f.check in JUMPS => False
+        of any stage: Any jump begins a fault
+            parity.telling.wording.onset: set(f.stages) & set(first.stages) => True
+        captured late: The last step's captures are asked for
+            parity.telling.wording._deciding: onset(first, findings) or first => first
+    """,
+)
 
 
 SHARPER: dict[str, tuple[Arm, Arm]] = {

@@ -16,7 +16,7 @@ from tests.parity.conftest import Bench
 from tests.parity.corpus import FP32, OURS
 from tests.parity.edits import edit_lines
 from tests.parity.lab import CLEAN
-from tests.support.mutants import Slip, each, kills, slips
+from tests.support.mutants import finds
 
 
 @pytest.mark.parametrize(
@@ -64,12 +64,13 @@ def test_apart_in_a_stable_control_is_different_and_in_a_bursting_one_not(bench:
     assert changed(bench, tmp_path / "bursts", arm_bursts=True, control_bursts=True) is not Outcome.DIFFERENT
 
 
-@kills("The comparator", "looks away early", "A norm of a fifth of the largest before it counts as a burst")
-def test_a_rule_that_looks_away_too_easily_is_noticed(
-    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(trajectory, "UNSTABLE", 0.2)
-    assert changed(bench, tmp_path, arm_bursts=False, control_bursts=False) is not Outcome.DIFFERENT
+test_a_rule_that_looks_away_is_found = finds(
+    "The comparator",
+    test_apart_in_a_stable_control_is_different_and_in_a_bursting_one_not="""
+        looks away early: A norm of a fifth of the largest before it counts as a burst
+            parity.tiers.trajectory.UNSTABLE: 0.2
+    """,
+)
 
 
 # -- growth that was seen ----------------------------------------------------------------------------------------------
@@ -102,11 +103,9 @@ def test_growth_is_bounded_by_what_was_seen_of_it() -> None:
     assert list(wrongly_grown()) == []
 
 
-MUTANTS = {
-    "growth of 10 at least": Slip(trajectory, "HOT_GROWTH", "", lambda _: 10.0, "600-fold growth in a step is refuted"),
-    "growth of 200 at least": Slip(trajectory, "HOT_GROWTH", "", lambda _: 200.0, "A leap out of rounding is growth"),
-    **slips(
-        """
+test_a_mutant_is_found = finds(
+    "The comparator: how runs part",
+    wrongly_grown="""
         growth once: A factor is not squared
             parity.tiers.trajectory.grown: fastest[:-1] ** (2 * gaps[1:]) => fastest[:-1] ** gaps[1:]
         growth of itself: A leap explains itself
@@ -117,12 +116,9 @@ MUTANTS = {
             parity.tiers.trajectory.grown: ** (1 / gaps[1:]) => ** 1.0
         only the last factor: Fast growth of long ago is forgotten
             parity.tiers.trajectory.grown: np.maximum.accumulate(factors) => factors
-        """
-    ),
-}
-
-
-@pytest.mark.parametrize("name", each("The comparator: how runs part", MUTANTS))
-def test_a_wrong_growth_is_noticed(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    MUTANTS[name].put(monkeypatch)
-    assert any(wrongly_grown()), f"{name} survives"
+        growth of 10 at least: 600-fold growth in a step is refuted
+            parity.tiers.trajectory.HOT_GROWTH: 10.0
+        growth of 200 at least: A leap out of rounding is growth
+            parity.tiers.trajectory.HOT_GROWTH: 200.0
+    """,
+)

@@ -7,8 +7,6 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 
-import pytest
-
 from harness.config.catalog import ROOT
 from harness.parity import compare, study_text
 from harness.parity.outcome import Finding, Grade, Stage, StudyVerdict
@@ -18,7 +16,7 @@ from tests.parity.conftest import Bench
 from tests.parity.corpus import FAULTS
 from tests.parity.lab import CLEAN
 from tests.parity.test_witness import CONTROL, SEEN
-from tests.support.mutants import Slip, each
+from tests.support.mutants import finds
 
 SAMPLED, SCALE = "update by the rule, sampled", "gradient scale"
 
@@ -87,20 +85,14 @@ def test_a_study_names_it(bench: Bench) -> None:
     assert "of the most in clean pairs" in " ".join(study_text(StudyVerdict("lab", "", arms=(verdict,))).split())
 
 
-SLIPS = {
-    "the tightest bound": Slip(
-        render,
-        "farthest",
-        "row.ratio / max(known.get(row.check, 1.0), LEAST)",
-        "row.ratio",
-        "All bounds are taken to be equally wide",
-    ),
-    "what passed before what failed": Slip(render, "farthest", "grades.index(row.grade),", "0,", "Failures are hidden"),
-    "any bit is far": Slip(render, "LEAST", "", lambda _: 1e-12, "A last bit of what is always equal is far"),
-}
-
-
-@pytest.mark.parametrize("name", each("What is far out", ((name, slip.breaks) for name, slip in SLIPS.items())))
-def test_a_mutant_is_noticed(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    SLIPS[name].put(monkeypatch)
-    assert any(wrong_choices()), f"{name} survives"
+test_a_mutant_is_found = finds(
+    "What is far out",
+    wrong_choices="""
+        the tightest bound: All bounds are taken to be equally wide
+            parity.telling.render.farthest: row.ratio / max(known.get(row.check, 1.0), LEAST) => row.ratio
+        what passed before what failed: Failures are hidden
+            parity.telling.render.farthest: grades.index(row.grade), => 0,
+        any bit is far: A last bit of what is always equal is far
+            parity.telling.render.LEAST: 1e-12
+    """,
+)

@@ -28,7 +28,7 @@ from tests.parity.lab import CLEAN
 from tests.parity.network import Optimizer
 from tests.parity.streams import SKETCHES
 from tests.parity.test_every_step import AT, CONTROL, NAME, SEEN
-from tests.support.mutants import Slip, each, slips
+from tests.support.mutants import finds
 
 STEPS = SEEN.steps
 LOOKS = dict(every_step.LOOKS)
@@ -86,8 +86,8 @@ class Witnessed:
         return [(f.check, f.step, f.tensor, f.grade) for f in findings if f.grade is not Grade.ok]
 
 
-@pytest.fixture(scope="module")
-def witnessed(bench: Bench, tmp_path_factory: pytest.TempPathFactory) -> Witnessed:
+@pytest.fixture(scope="module", name="it")
+def _it(bench: Bench, tmp_path_factory: pytest.TempPathFactory) -> Witnessed:
     return Witnessed(bench, tmp_path_factory.mktemp("witnessed"))
 
 
@@ -243,76 +243,37 @@ CLAIMS = (
 
 
 @pytest.mark.parametrize("claim", CLAIMS)
-def test_what_is_claimed(witnessed: Witnessed, claim: Callable[[Witnessed], Iterator[str]]) -> None:
-    assert list(claim(witnessed)) == []
+def test_what_is_claimed(it: Witnessed, claim: Callable[[Witnessed], Iterator[str]]) -> None:
+    assert list(claim(it)) == []
 
 
 # -- mutants -----------------------------------------------------------------------------------------------------------
 
 
-def without(name: str) -> Slip:
-    def less(looks: dict[str, Any]) -> dict[str, Any]:
-        return {each: look for each, look in looks.items() if each != name}
-
-    return Slip(every_step, "LOOKS", "", less, f"`{name}` is not looked at")
+AREA = "The comparator: steps checked"
 
 
-def not_required(name: str) -> Slip:
-    def less(required: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(each for each in required if each != name)
-
-    return Slip(every_step, "REQUIRED", "", less, f"A step is checked where nobody saw its `{name}`")
+@pytest.fixture(autouse=True)
+def _afresh() -> None:
+    judgement._ALONE.clear()
 
 
-MUTANTS: dict[str, tuple[Callable[[Witnessed], Iterator[str]], Slip]] = {
-    **{f"no {name}": (wrong_looks, without(name)) for name in LOOKS},
-    **{f"{name} not required": (wrong_step_checks, not_required(name)) for name in every_step.REQUIRED},
-    "one of two": (
-        wrong_step_checks,
-        Slip(
-            judgement.Judgement,
-            "certain",
-            "",
-            lambda _: property(lambda self: every_step.checked_until(self.arm, self.envelope.arm)),
-            "A pair is certain as far as its arm is",
-        ),
+test_a_look_or_column_left_out_is_found = finds(
+    AREA,
+    wrong_looks="\n".join(
+        f"no {name}: `{name}` is not looked at\n"
+        f"    parity.alone.every_step.LOOKS: {{each: look for each, look in was.items() if each != {name!r}}}"
+        for name in LOOKS
     ),
-    "of another's arithmetic": (
-        wrong_testimony,
-        Slip(
-            judgement.Judgement,
-            "alone",
-            "",
-            lambda _: property(
-                lambda self: [list(judgement._alone(r, self.envelope.arm, ())) for r in (self.arm, self.control)]
-            ),
-            "A control is held to what the arm rounds",
-        ),
+    wrong_step_checks="\n".join(
+        f"{name} not required: A step is checked where nobody saw its `{name}`\n"
+        f"    parity.alone.every_step.REQUIRED: tuple(each for each in was if each != {name!r})"
+        for name in every_step.REQUIRED
     ),
-    "the control is believed": (
-        wrong_testimony,
-        Slip(
-            judgement.Judgement,
-            "alone",
-            "",
-            lambda _: property(lambda self: [list(judgement._alone(self.arm, self.envelope.arm, ()))]),
-            "What a control says against itself is not heard",
-        ),
-    ),
-    "no loss": (wrong_losses, Slip(divergence, "losses", "", lambda _: lambda *a: [], "Losses are asked for nothing")),
-    "weights are not asked": (
-        wrong_weights,
-        Slip(
-            divergence,
-            "weight_jumps",
-            "",
-            lambda f: lambda found, *rest: f(replace(found, weights=0 * found.weights), *rest),
-            "Weights never jump",
-        ),
-    ),
-    **slips(
-        wrong_looks,
-        """
+)
+test_a_mutant_is_found = finds(
+    AREA,
+    wrong_looks="""
         steps from nought: A row is taken for the step before it
             parity.alone.every_step._column: np.minimum(rows + 1, run.length) => rows
         the row after the end: The closing row is the last step's
@@ -322,10 +283,7 @@ MUTANTS: dict[str, tuple[Callable[[Witnessed], Iterator[str]], Slip]] = {
         the tensor of another row: The tensor is that of another step
             parity.alone.every_step._named: indices[rows[at]] => indices[at - 1]
     """,
-    ),
-    **slips(
-        wrong_8_bits,
-        """
+    wrong_8_bits="""
         8 bits owe nothing: What was equal before is refuted by nothing afterwards
             parity.alone.every_step._owed_again: return (np => return 0 > (np
         unequal before: A run that never had equal bits owes them
@@ -335,33 +293,25 @@ MUTANTS: dict[str, tuple[Callable[[Witnessed], Iterator[str]], Slip]] = {
         another attempt: Bits are owed across attempts
             parity.alone.every_step._owed_again: run.attempts < 2 => True
     """,
-    ),
-    **slips(
-        wrong_step_checks,
-        """
+    wrong_step_checks="""
         until the last right step: A run is checked up to its last right step, whatever lies before
             parity.alone.every_step.checked_until: int(np.argmin(right)) => int(np.flatnonzero(right)[-1]) + 1
+        one of two: A pair is certain as far as its arm is
+            parity.judgement.Judgement.certain: (self.control, self.envelope.control) => (self.arm, self.envelope.arm)
     """,
-    ),
-    **slips(
-        wrong_data,
-        """
+    wrong_data="""
         data of step 1: Tokens are compared at the first step alone
             parity.tiers.comparable._steps: enumerate(pairs, start=1) => enumerate([*pairs][:1], start=1)
     """,
-    ),
-    **slips(
-        wrong_losses,
-        """
+    wrong_losses="""
         losses with the room of hot training: Every loss has the room of unstable training
             parity.tiers.divergence.losses: <= last_stable => <= 0
         losses of the step before: A loss counts for the step before
             parity.tiers.divergence.losses: Stage.gradient, steps, => Stage.gradient, steps - 1,
+        no loss: Losses are asked for nothing
+            parity.tiers.divergence.losses: lambda *_: []
     """,
-    ),
-    **slips(
-        wrong_places,
-        """
+    wrong_places="""
         this step alone: A stage is right where this step's was seen
             parity.alone.every_step.cleared: {max(1, step - 1), step} => {step}
         one run's word: The arm clears a stage for both
@@ -373,15 +323,14 @@ MUTANTS: dict[str, tuple[Callable[[Witnessed], Iterator[str]], Slip]] = {
         the middle is taken out: One stage is named of several
             parity.alone.every_step.narrowed: since=None if len(left) == 1 else left[0] => since=None
     """,
-    ),
-}
-
-
-@pytest.mark.parametrize(
-    "name", each("The comparator: steps checked", ((name, slip.breaks) for name, (_, slip) in MUTANTS.items()))
+    wrong_testimony="""
+        of another's arithmetic: A control is held to what the arm rounds
+            parity.judgement.Judgement._of_itself: right, self.envelope.control => right, self.envelope.arm
+        the control is believed: What a control says against itself is not heard
+            parity.judgement.Judgement.alone: chain(*self._of_itself) => self._of_itself[0]
+    """,
+    wrong_weights="""
+        weights are not asked: Weights never jump
+            parity.tiers.divergence.weight_jumps: _farthest(found, found.weights => _farthest(found, 0 * found.weights
+    """,
 )
-def test_a_mutant_is_noticed(witnessed: Witnessed, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    claim, slip = MUTANTS[name]
-    judgement._ALONE.clear()
-    slip.put(monkeypatch)
-    assert any(claim(witnessed)), f"{name} survives"

@@ -13,9 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from harness.parity import Outcome, Verdict, compare, judgement
-from harness.parity.outcome import Finding
-from harness.parity.telling import wording
+from harness.parity import Outcome, Verdict, compare
 from harness.store.check_stream import FOLDER, STREAM, step_columns
 from tests.parity.arms import Arm, broken
 from tests.parity.conftest import Bench
@@ -24,7 +22,7 @@ from tests.parity.edits import edit_lines
 from tests.parity.lab import CLEAN
 from tests.parity.streams import SKETCHES
 from tests.parity.test_every_step import AT, CONTROL, SEEN, damaged, in_bf16, late, one_element
-from tests.support.mutants import Slip, each, slips
+from tests.support.mutants import finds
 
 Change = Callable[[Path], object]
 Claim = Callable[[Bench, Path], Iterator[str]]
@@ -216,38 +214,40 @@ def test_what_a_sentence_claims_the_record_holds(bench: Bench, tmp_path: Path, c
     assert list(claim(bench, tmp_path)) == []
 
 
-SLIPS = {
-    "nothing besides": Slip(wording, "wrong_of", "if more is None", "if more or not more", "One failure is told"),
-    "its own stage too": Slip(
-        judgement.Judgement, "_besides", "first.explains_itself and first.stage not in each.stages", "True", "Any other"
-    ),
-    "nothing explains itself": Slip(
-        Finding, "explains_itself", "return self.note.endswith(AHEAD)", "return False", "Of one run, the first alone"
-    ),
-    **slips("""
-    whatever was seen: Seen once is seen at every step
-        parity.telling.wording._looked_at: == length] => > 0]
-    of either run: Seen in one
-        parity.judgement.Judgement._looked_at: left[name] & right[name] => left[name] | right[name]
-    of what was not seen: What was not seen was right
-        parity.alone.every_step.looked_at: = ~np.isnan(values) => = True
-    worked out again or not: What is nowhere is anywhere
-        parity.telling.wording._of_steps: at no step => at every step
-    begun for the first alone: What is besides has begun anywhere
-        parity.telling.wording.wrong_of: + _since(more, findings, right(more)) =>
-    of whoever was asked: Steps of the other run tell where a fault began
-        parity.judgement.Judgement._right: else 1\\n => else 0\\n
-    nothing is said of the rest: A known fault is taken for all that there may be
-        parity.telling.wording._nothing_else: if not any( => if any(
-    asked is right: What was in doubt when it was worked out again was right
-        parity.alone.every_step.right_in: values <= bounds(column, run, run.stream, arithmetic)[0] => values >= 0
-    """),
-    "a scale of anything": Slip(wording, "right_of", '"" if resolution is None else ', "", "Said without captures"),
-    "every tensor": Slip(wording, "_followed", "0 < count < known", "False", "Of tensors that nobody followed"),
-}
-
-
-@pytest.mark.parametrize("name", each("What a sentence claims", ((name, slip.breaks) for name, slip in SLIPS.items())))
-def test_a_mutant_is_noticed(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    SLIPS[name].put(monkeypatch)
-    assert any(any(claim(bench, tmp_path / claim.__name__)) for claim in CLAIMS), f"{name} survives"
+test_a_mutant_is_found = finds(
+    "What a sentence claims",
+    wrong_words="""
+        a scale of anything: Said without captures
+            parity.telling.wording.right_of: "" if resolution is None else =>
+        every tensor: Of tensors that nobody followed
+            parity.telling.wording._followed: 0 < count < known => False
+    """,
+    wrong_looks="""
+        whatever was seen: Seen once is seen at every step
+            parity.telling.wording._looked_at: == length] => > 0]
+        of either run: Seen in one
+            parity.judgement.Judgement._looked_at: left[name] & right[name] => left[name] | right[name]
+        of what was not seen: What was not seen was right
+            parity.alone.every_step.looked_at: = ~np.isnan(values) => = True
+        worked out again or not: What is nowhere is anywhere
+            parity.telling.wording._of_steps: at no step => at every step
+    """,
+    masked="""
+        nothing besides: One failure is told
+            parity.telling.wording.wrong_of: if more is None => if more or not more
+        its own stage too: Any other
+            parity.judgement.Judgement._besides: first.explains_itself and first.stage not in each.stages => True
+        nothing explains itself: Of one run, the first alone
+            parity.outcome.Finding.explains_itself: return self.note.endswith(AHEAD) => return False
+        nothing is said of the rest: A known fault is taken for all that there may be
+            parity.telling.wording._nothing_else: if not any( => if any(
+    """,
+    wrong_intervals="""
+        begun for the first alone: What is besides has begun anywhere
+            parity.telling.wording.wrong_of: + _since(more, findings, right(more)) =>
+        of whoever was asked: Steps of the other run tell where a fault began
+            parity.judgement.Judgement._right: else 1\\n => else 0\\n
+        asked is right: What was in doubt when it was worked out again was right
+            parity.alone.every_step.right_in: values <= bounds(column, run, run.stream, arithmetic)[0] => values >= 0
+    """,
+)

@@ -59,7 +59,7 @@ def _breaks(mutant: Any) -> str:
 
 class Slip(NamedTuple):
     """A mistake in one place of the source: in `owner.name` (a function, property or constant of a module or class),
-    `old` reads `new`; a constant has no `old`, and `new` is made of it."""
+    `old` reads `new`. Without `old`, `new` takes the place of all: made of what was there, or an expression."""
 
     owner: Any
     name: str
@@ -75,12 +75,15 @@ class Slip(NamedTuple):
         """
         found = vars(self.owner)[self.name]
         if not self.old:
-            return self.new(found)
-        function = found.fget if isinstance(found, property) else found
+            module = vars(inspect.getmodule(self.owner))
+            return self.new(found) if callable(self.new) else eval(self.new, {**module, "was": found})
+        function = getattr(found, "fget", getattr(found, "func", found))
         text = textwrap.dedent(inspect.getsource(function))
         assert text.count(self.old) == 1, f"{self.old!r} stands {text.count(self.old)} times in {self.name}"
         made: dict[str, Any] = {}
         exec(compile(text.replace(self.old, self.new), self.name, "exec"), vars(sys.modules[function.__module__]), made)
+        if hasattr(made[self.name], "__set_name__"):
+            made[self.name].__set_name__(self.owner, self.name)
         return made[self.name]
 
     def put(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,18 +112,19 @@ def slips(*given: Any) -> dict[str, Any]:
 
     Args:
         given: the table, and before it what tuples begin with. Paths are without `harness.`. A line that begins with
-            `=>` goes on with the one above; a new line in what is changed is `\\n`.
+            `=>` goes on with the one above; a new line in what is changed is `\\n`. Without `=>` it is an expression
+            that takes the place of all, in which `was` is what was there.
     """
     *before, table = given
     found: dict[str, Any] = {}
     for row in re.split(r"\n(?=\S)", textwrap.dedent(table).strip()):
         head, edit, *more = (line.strip() for line in re.sub(r"\s*\n\s*=>", " =>", row).splitlines())
-        (name, breaks), (place, change) = (line.split(": ", 1) for line in (head, edit))
+        (name, breaks), (place, change) = (head.rsplit(": ", 1), edit.split(": ", 1))
         path, _, attribute = place.rpartition(".")
         owner = pydoc.locate(f"harness.{path}")
         assert owner is not None, f"there is no harness.{path}"
-        old, _, new = change.replace(r"\n", "\n").partition(" =>")
-        slip = Slip(owner, attribute, old, new.removeprefix(" "), breaks)
+        old, arrow, new = change.replace(r"\n", "\n").partition(" =>")
+        slip = Slip(owner, attribute, *((old, new.removeprefix(" ")) if arrow else ("", change)), breaks)
         found[name] = (*before, slip, *more) if before or more else slip
     return found
 
@@ -154,6 +158,43 @@ def each_found_by(area: str, table: str, *claims: Callable[..., None]) -> Any:
     @pytest.mark.parametrize("name", each(area, mutants))
     def test_a_mutant_is_found(name: str) -> None:
         found_by(mutants[name], *claims)
+
+    return test_a_mutant_is_found
+
+
+def finds(area: str, **tables: str) -> Any:
+    """A test of every mutant of tables, as `slips` has them, by the name of the check in the same module that finds it:
+    a test, which fails, or a claim, which returns faults. It is given fixtures by name, for other paths a new folder.
+
+    A row's third line is another check, perhaps with what is no fixture: `check(number=3)`. A fourth one is a pattern
+    of the failure, `Error: text`; by default an assertion's.
+    """
+    rows = [row for check, table in tables.items() for row in slips(check, table).items()]
+    mutants = dict(rows)
+    assert len(mutants) == len(rows), "two mutants have one name"
+
+    @pytest.mark.parametrize("name", each(area, mutants))
+    def test_a_mutant_is_found(name: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+        usual, slip, *more = mutants[name]
+        call, said = [*more, *(usual, "^(AssertionError|Failed)")[len(more) :]]
+        check, _, given = call.partition("(")
+        function = getattr(request.module, check)
+        arguments = eval(f"dict({given or ')'}", vars(request.module))
+        for key, parameter in inspect.signature(function).parameters.items():
+            if parameter.default is parameter.empty and key not in arguments:
+                try:
+                    arguments[key] = request.getfixturevalue(key)
+                except pytest.FixtureLookupError:
+                    assert parameter.annotation == "Path", f"{check} is given no {key}"
+                    arguments[key] = request.getfixturevalue("tmp_path")
+        slip.put(monkeypatch)
+        told = ""
+        try:
+            found = any(function(**arguments) or ())
+        except (Exception, pytest.fail.Exception) as error:
+            found, told = True, f"{type(error).__name__}: {error}"
+        assert found, f"{name} survives"
+        assert not told or re.search(said, told), f"{name}: {told}"
 
     return test_a_mutant_is_found
 

@@ -30,7 +30,7 @@ from harness.parity.tiers.arithmetic import Arithmetic
 from harness.probe.step_checks.sketch import Sketch
 from harness.train import again
 from tests.support.factory import freeze, small_config, train, with_dtypes
-from tests.support.mutants import Slip, each, slips
+from tests.support.mutants import finds
 
 STEPS, BEGINS = 4, 3
 CHECK = every_step.LOOKS["again"].check
@@ -270,61 +270,6 @@ def wrong_numbers(root: Path) -> Iterator[str]:
 
 Claim = Callable[[Path], Iterator[str]]
 CLAIMS: tuple[Claim, ...] = (wrong_runs, wrong_bounds, wrong_numbers)
-MUTANTS: dict[str, tuple[Claim, Slip]] = (
-    slips(
-        wrong_runs,
-        """
-    the loader that fed the run: Tokens are asked of the loader that gave them once before
-        train.again.local_gradients: Reread(session.config, session.ranks.data_rank).sequences(step)
-            => np.concatenate([np.c_[tokens, targets[:, -1:]] for tokens, targets in session.loader.batch(step)])
-    the source that fed the run: Tokens are asked of a source of the class that gave them once before
-        data.reread.Reread.__init__: _Hashed(config)
-            => __import__('harness.data.sources', fromlist=['']).open_source(config)
-    the first captured step: The first captured step alone is worked out again
-        train.again.steps_of: (*captured(config).gradients, *drawn.tolist()) => captured(config).gradients[:1]
-    the batch before: The second time has another step's tokens
-        train.again.local_gradients: sequences(step) => sequences(max(1, step - 1))
-    half of the batch: One microbatch is worked out again
-        train.again.local_gradients: _size): => _size)[:1]:
-    weights of nobody: Weights are not the engine's
-        train.again._fill: weights[name].copy_(weight if => weights[name].copy_(0 * weight if
-    """,
-    )
-    | slips(
-        wrong_numbers,
-        """
-    a quotient for a product: The loss is not scaled as the engine's
-        train.again._scaled: loss / (count // seen.divisor) => loss
-    the nearest sketch: Of four sketches the one that is least off counts
-        train.again.off_by: amax(1) => amin(1)
-    no number is right: What is no number is taken for right
-        train.again.off_by: nan=torch.inf => nan=0.0
-    """,
-    )
-    | slips(
-        wrong_bounds,
-        """
-    bits are owed twice: A rounding is allowed to all
-        parity.alone.every_step.bounds: if arithmetic.reused else EXACT => if True else EXACT
-    bits are owed anywhere: Kernels of any device are one
-        parity.alone.every_step.bounds: run.config.get("cluster.device") == "cpu" => True
-    fp32 is not asked: A factor of 1e-5 passes in hot training
-        parity.alone.every_step.bounds: elif shared and on_cpu => elif False
-    own kernels are ours: One's own kernels owe a plain one's bits
-        parity.alone.every_step.bounds: run.config.get("engine.name") != "ext" => True
-    cast weights are ours: 8 bits of weights that were cast are a fault
-        parity.alone.every_step.bounds: not arithmetic.fp8 => True
-    """,
-    )
-    | {
-        "nothing is told": (
-            wrong_runs,
-            Slip(
-                every_step, "LOOKS", "", lambda looks: {k: v for k, v in looks.items() if k != "again"}, "Nobody asks"
-            ),
-        ),
-    }
-)
 
 
 @pytest.mark.parametrize("claim", CLAIMS)
@@ -332,8 +277,44 @@ def test_what_is_claimed(tmp_path: Path, claim: Claim) -> None:
     assert list(claim(tmp_path)) == []
 
 
-@pytest.mark.parametrize("name", each("The comparator: a step worked out again", MUTANTS))
-def test_a_mutant_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    claim, slip = MUTANTS[name]
-    slip.put(monkeypatch)
-    assert any(claim(tmp_path)), f"{name} survives"
+test_a_mutant_is_found = finds(
+    "The comparator: a step worked out again",
+    wrong_runs="""
+        the loader that fed the run: Tokens are asked of the loader that gave them once before
+            train.again.local_gradients: Reread(session.config, session.ranks.data_rank).sequences(step)
+                => np.concatenate([np.c_[tokens, targets[:, -1:]] for tokens, targets in session.loader.batch(step)])
+        the source that fed the run: Tokens are asked of a source of the class that gave them once before
+            data.reread.Reread.__init__: _Hashed(config)
+                => __import__('harness.data.sources', fromlist=['']).open_source(config)
+        the first captured step: The first captured step alone is worked out again
+            train.again.steps_of: (*captured(config).gradients, *drawn.tolist()) => captured(config).gradients[:1]
+        the batch before: The second time has another step's tokens
+            train.again.local_gradients: sequences(step) => sequences(max(1, step - 1))
+        half of the batch: One microbatch is worked out again
+            train.again.local_gradients: _size): => _size)[:1]:
+        weights of nobody: Weights are not the engine's
+            train.again._fill: weights[name].copy_(weight if => weights[name].copy_(0 * weight if
+        nothing is told: Nobody asks
+            parity.alone.every_step.LOOKS: {name: look for name, look in was.items() if name != "again"}
+    """,
+    wrong_numbers="""
+        a quotient for a product: The loss is not scaled as the engine's
+            train.again._scaled: loss / (count // seen.divisor) => loss
+        the nearest sketch: Of four sketches the one that is least off counts
+            train.again.off_by: amax(1) => amin(1)
+        no number is right: What is no number is taken for right
+            train.again.off_by: nan=torch.inf => nan=0.0
+    """,
+    wrong_bounds="""
+        bits are owed twice: A rounding is allowed to all
+            parity.alone.every_step.bounds: if arithmetic.reused else EXACT => if True else EXACT
+        bits are owed anywhere: Kernels of any device are one
+            parity.alone.every_step.bounds: run.config.get("cluster.device") == "cpu" => True
+        fp32 is not asked: A factor of 1e-5 passes in hot training
+            parity.alone.every_step.bounds: elif shared and on_cpu => elif False
+        own kernels are ours: One's own kernels owe a plain one's bits
+            parity.alone.every_step.bounds: run.config.get("engine.name") != "ext" => True
+        cast weights are ours: 8 bits of weights that were cast are a fault
+            parity.alone.every_step.bounds: not arithmetic.fp8 => True
+    """,
+)

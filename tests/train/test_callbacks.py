@@ -15,10 +15,9 @@ import torch
 
 from harness.config.schema import CkptPolicy
 from harness.store.metrics import read_metrics
-from harness.train import loop
 from harness.train.callbacks import Callback, Callbacks, made
 from tests.support.factory import small_config, train
-from tests.support.mutants import Slip, each, kills
+from tests.support.mutants import finds
 
 RETURNED: dict[str, Any] = {}
 
@@ -162,30 +161,20 @@ def test_hooks_are_called_in_order(tmp_path: Path) -> None:
     assert list(wrong_hooks(tmp_path)) == []
 
 
-MUTANTS = {
-    "too late": Slip(
-        loop.Loop,
-        "_watch",
-        'self.callbacks.call("before", step, microbatches)\n    self.callbacks.watch(step, watches)',
-        'self.callbacks.watch(step, watches)\n    self.callbacks.call("before", step, microbatches)',
-        "A hook before the step is called within it",
-    ),
-    "time of hooks": Slip(Callbacks, "reduced", "self._meters.timers.aside()", "nullcontext()", "A hook's time counts"),
-    "left open": Slip(loop.Loop, "run", "self.callbacks.close()", "pass", "Callbacks are not closed"),
-    "a checkpoint unheard of": Slip(
-        loop.Loop, "_save_if_due", 'self.callbacks.call("checkpoint", step)', "", "It is not told"
-    ),
-}
-
-
-@pytest.mark.parametrize("name", each("own classes", MUTANTS))
-def test_a_hook_out_of_place_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    MUTANTS[name].put(monkeypatch)
-    assert any(wrong_hooks(tmp_path)), f"{name} survives"
-
-
-@kills("own classes", "a bare number", "A callback's bare number is dropped without a word")
-def test_a_bare_number_that_is_dropped_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("harness.train.callbacks.Mapping", object)
-    with pytest.raises((AssertionError, pytest.fail.Exception)):
-        test_anything_else_is_refused([], r"First.step returns \[\]")
+test_a_mutant_is_found = finds(
+    "own classes",
+    wrong_hooks=r"""
+        too late: A hook before the step is called within it
+            train.loop.Loop._watch: call("before", step, microbatches)\n    self.callbacks.watch(step, watches)
+            => watch(step, watches)\n    self.callbacks.call("before", step, microbatches)
+        time of hooks: A hook's time counts
+            train.callbacks.Callbacks.reduced: self._meters.timers.aside() => nullcontext()
+        left open: Callbacks are not closed
+            train.loop.Loop.run: self.callbacks.close() => pass
+        a checkpoint unheard of: It is not told
+            train.loop.Loop._save_if_due: self.callbacks.call("checkpoint", step) =>
+        a bare number: A callback's bare number is dropped without a word
+            train.callbacks.Mapping: object
+            test_anything_else_is_refused(returned=[], said="returns")
+    """,
+)

@@ -23,7 +23,7 @@ from harness.parity.record import Record, load
 from harness.parity.tiers.arithmetic import Arithmetic
 from harness.train import again
 from tests.support.factory import freeze, stopping, train
-from tests.support.mutants import Slip, each, slips
+from tests.support.mutants import finds
 from tests.train import test_again
 from tests.train.test_again import BEGINS, FORMATS, STEPS
 
@@ -244,56 +244,6 @@ def wrong_orders(root: Path) -> Iterator[str]:
 
 Claim = Callable[[Path], Iterator[str]]
 CLAIMS: tuple[Claim, ...] = (wrong_runs, wrong_bounds, wrong_orders)
-MUTANTS: dict[str, tuple[Claim, Slip]] = (
-    slips(
-        wrong_runs,
-        """
-    weights of nobody: They are drawn
-        train.again._fill_first: workload.initial_weight(name, weight.shape) => torch.rand_like(weight)
-    weights that are nothing: Nothing is computed
-        train.again._fill_first: workload.initial_weight(name, weight.shape) => torch.zeros(())
-    asked once: Nobody asks before the first step
-        train.step_checks.StepChecks.work_out_again: step not in (self.done + 1, *self.again_at)
-            => step not in self.again_at
-    it is its own witness: Nothing differs
-        train.step_checks.StepChecks._tell_local: self.drift, self.first, => self.first, self.first,
-    nobody looks: What was found is not written down
-        train.step_checks.step_numbers: nothing if blind_twice => nothing if True
-    """,
-    )
-    | slips(
-        wrong_bounds,
-        """
-    roundings are allowed: One process may compute otherwise by roundings
-        parity.alone.every_step.bounds: name == "drift" and on_cpu => False
-    bits are owed anywhere: A GPU owes the same bits twice
-        parity.alone.every_step.bounds: name == "drift" and on_cpu => name == "drift"
-    a step against itself: The first step is asked for twice
-        train.again.is_same_function_asked: > done + 1 => > done
-    """,
-    )
-    | slips(
-        wrong_orders,
-        """
-    another order is a fault: Kernels owe the same bits
-        parity.alone.every_step._reassociates: return len(seen) => return len(seen) > 9
-    anything is another order: Code that changed is taken for another order
-        parity.alone.every_step._reassociates: all( => any(
-    """,
-    )
-    | {
-        "nothing is told": (
-            wrong_runs,
-            Slip(
-                every_step,
-                "LOOKS",
-                "",
-                lambda looks: {k: v for k, v in looks.items() if k != "drift"},
-                "Nobody reads it",
-            ),
-        ),
-    }
-)
 
 
 @pytest.mark.parametrize("claim", CLAIMS)
@@ -301,8 +251,35 @@ def test_what_is_claimed(tmp_path: Path, claim: Claim) -> None:
     assert list(claim(tmp_path)) == []
 
 
-@pytest.mark.parametrize("name", each("The comparator: the same function", MUTANTS))
-def test_a_mutant_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    claim, slip = MUTANTS[name]
-    slip.put(monkeypatch)
-    assert any(claim(tmp_path)), f"{name} survives"
+test_a_mutant_is_found = finds(
+    "The comparator: the same function",
+    wrong_runs="""
+        weights of nobody: They are drawn
+            train.again._fill_first: workload.initial_weight(name, weight.shape) => torch.rand_like(weight)
+        weights that are nothing: Nothing is computed
+            train.again._fill_first: workload.initial_weight(name, weight.shape) => torch.zeros(())
+        asked once: Nobody asks before the first step
+            train.step_checks.StepChecks.work_out_again: step not in (self.done + 1, *self.again_at)
+                => step not in self.again_at
+        it is its own witness: Nothing differs
+            train.step_checks.StepChecks._tell_local: self.drift, self.first, => self.first, self.first,
+        nobody looks: What was found is not written down
+            train.step_checks.step_numbers: nothing if blind_twice => nothing if True
+        nothing is told: Nobody reads it
+            parity.alone.every_step.LOOKS: {name: look for name, look in was.items() if name != "drift"}
+    """,
+    wrong_bounds="""
+        roundings are allowed: One process may compute otherwise by roundings
+            parity.alone.every_step.bounds: name == "drift" and on_cpu => False
+        bits are owed anywhere: A GPU owes the same bits twice
+            parity.alone.every_step.bounds: name == "drift" and on_cpu => name == "drift"
+        a step against itself: The first step is asked for twice
+            train.again.is_same_function_asked: > done + 1 => > done
+    """,
+    wrong_orders="""
+        another order is a fault: Kernels owe the same bits
+            parity.alone.every_step._reassociates: return len(seen) => return len(seen) > 9
+        anything is another order: Code that changed is taken for another order
+            parity.alone.every_step._reassociates: all( => any(
+    """,
+)

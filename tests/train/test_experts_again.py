@@ -12,7 +12,7 @@ from harness.config.schema import ModelFamily
 from harness.parity.alone import every_step
 from harness.parity.outcome import Grade
 from harness.parity.tiers.arithmetic import Arithmetic
-from tests.support.mutants import each, slips
+from tests.support.mutants import finds
 from tests.train import test_drift
 from tests.train.test_again import STEPS, found, trained
 
@@ -62,25 +62,20 @@ def wrong_routes(root: Path) -> Iterator[str]:
         yield "of many routes in fp32, none can flip"
 
 
-MUTANTS = slips(
-    """
-    routes are refuted: A token that took another route is a fault
-        parity.alone.every_step.bounds: if owes_bits else => if True else
-    no route is refuted: Experts may be anything on CPUs too
-        parity.alone.every_step.bounds: if owes_bits else => if False else
-    routes that never flip: No route flips on a CPU, in bf16 either
-        parity.alone.every_step._rerouted: flips > RARE => False
-    routes that always flip: A route of a few flips in fp32
-        parity.alone.every_step._rerouted: flips > RARE => True
-    """
-)
-
-
 def test_routes_that_can_flip_are_told_from_others(tmp_path: Path) -> None:
     assert list(wrong_routes(tmp_path)) == []
 
 
-@pytest.mark.parametrize("name", each("The comparator: experts worked out again", MUTANTS))
-def test_a_mutant_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    MUTANTS[name].put(monkeypatch)
-    assert any(wrong_routes(tmp_path)), f"{name} survives"
+test_a_mutant_is_found = finds(
+    "The comparator: experts worked out again",
+    wrong_routes="""
+        routes are refuted: A token that took another route is a fault
+            parity.alone.every_step.bounds: if owes_bits else => if True else
+        no route is refuted: Experts may be anything on CPUs too
+            parity.alone.every_step.bounds: if owes_bits else => if False else
+        routes that never flip: No route flips on a CPU, in bf16 either
+            parity.alone.every_step._rerouted: flips > RARE => False
+        routes that always flip: A route of a few flips in fp32
+            parity.alone.every_step._rerouted: flips > RARE => True
+    """,
+)

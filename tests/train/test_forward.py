@@ -23,7 +23,7 @@ from harness.parity.record import Record, load
 from harness.parity.tiers import forward
 from harness.parity.tiers.envelope import Envelope
 from tests.support.factory import freeze, small_config, train, with_dtypes
-from tests.support.mutants import Slip, each, slips
+from tests.support.mutants import finds
 from tests.support.spawn import run_ranks
 from tests.train.test_step_checks import SEEN, configured
 
@@ -213,45 +213,41 @@ def broken_besides(runs: dict[str, Record]) -> Iterator[str]:
         yield "engines that do the same part in fp32"
 
 
-MUTANTS = slips(
-    """
-    no other order: A product that was split is another computation
-        parity.tiers.forward.check: max(refuted, another_order) => refuted
-    any other order: Another order explains a rotation, too
-        parity.tiers.forward.check: max(refuted, another_order) => max(refuted, 5e-3)
-    the farthest module: The module that is farthest off is named, and not the first
-        parity.tiers.forward.check: next((name for name, off in distances.items() if off > SAME), None)
-            => max((name for name, off in distances.items() if off > SAME), key=distances.get, default=None)
-    whatever the microbatch: Kernels of other shapes are taken to be the same
-        parity.tiers.forward.check: left.batch != right.batch => False
-    nothing of other microbatches: Forwards in other microbatches pass, whatever they give out
-        parity.tiers.forward.check: for name, off in shown.items() => for name, off in ()
-    no forward in fp32: A gradient of another forward is called the backward's
-        parity.judgement.Judgement._placed: and forward.parts(self.arm, self.control) => and False
-    the norm squared: Distances are over the norm's square
-        parity.tiers.forward._distances: off / math.sqrt(squares) => off / squares
-    refuted on any device: Other kernels on another device are a fault
-        parity.tiers.forward.check: SAME if on_cpu else math.inf => SAME
-    of two dtypes: A forward in bf16 is held to one in fp32
-        parity.tiers.forward.check: or not same_dtype =>
-    of other positions: Sketches of other parts of the batch are compared
-        parity.tiers.forward.check: or left.rows != right.rows =>
-    """
-) | {
-    "SAME is what bf16 explains": Slip(forward, "SAME", "", lambda _: 5e-3, "Forwards agree to the count of roundings"),
-    "anything parts": Slip(forward, "REORDERED", "", lambda _: -1.0, "Forwards that agree are said to part"),
-    "no loss given the logits": Slip(
-        forward, "_loss", "", lambda _: lambda *a: [], "The loss is not held to the logits"
-    ),
-    "a loss of bf16": Slip(forward, "LOSS", "", lambda _: 5e-3, "The loss is allowed what bf16 logits explain"),
-}
-
-
 def test_the_judge_as_it_is_breaks_nothing(runs: dict[str, Record]) -> None:
     assert list(broken_expectations(runs)) == []
 
 
-@pytest.mark.parametrize("name", each("The comparator: forwards in 16 bits", MUTANTS))
-def test_a_mutant_is_noticed(runs: dict[str, Record], monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    MUTANTS[name].put(monkeypatch)
-    assert any(broken_expectations(runs)), f"{name} survives"
+test_a_mutant_is_found = finds(
+    "The comparator: forwards in 16 bits",
+    broken_expectations="""
+        no other order: A product that was split is another computation
+            parity.tiers.forward.check: max(refuted, another_order) => refuted
+        any other order: Another order explains a rotation, too
+            parity.tiers.forward.check: max(refuted, another_order) => max(refuted, 5e-3)
+        the farthest module: The module that is farthest off is named, and not the first
+            parity.tiers.forward.check: next((name for name, off in distances.items() if off > SAME), None)
+                => max((name for name, off in distances.items() if off > SAME), key=distances.get, default=None)
+        whatever the microbatch: Kernels of other shapes are taken to be the same
+            parity.tiers.forward.check: left.batch != right.batch => False
+        nothing of other microbatches: Forwards in other microbatches pass, whatever they give out
+            parity.tiers.forward.check: for name, off in shown.items() => for name, off in ()
+        no forward in fp32: A gradient of another forward is called the backward's
+            parity.judgement.Judgement._placed: and forward.parts(self.arm, self.control) => and False
+        the norm squared: Distances are over the norm's square
+            parity.tiers.forward._distances: off / math.sqrt(squares) => off / squares
+        refuted on any device: Other kernels on another device are a fault
+            parity.tiers.forward.check: SAME if on_cpu else math.inf => SAME
+        of two dtypes: A forward in bf16 is held to one in fp32
+            parity.tiers.forward.check: or not same_dtype =>
+        of other positions: Sketches of other parts of the batch are compared
+            parity.tiers.forward.check: or left.rows != right.rows =>
+        SAME is what bf16 explains: Forwards agree to the count of roundings
+            parity.tiers.forward.SAME: 5e-3
+        anything parts: Forwards that agree are said to part
+            parity.tiers.forward.REORDERED: -1.0
+        no loss given the logits: The loss is not held to the logits
+            parity.tiers.forward._loss: lambda *_: []
+        a loss of bf16: The loss is allowed what bf16 logits explain
+            parity.tiers.forward.LOSS: 5e-3
+    """,
+)
