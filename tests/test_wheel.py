@@ -35,7 +35,7 @@ def test_pages_that_messages_name_are_shipped() -> None:
     told = tomllib.loads((ROOT / "pyproject.toml").read_text())
     shipped = told["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
     assert {f"docs/{name}": f"harness/shipped/docs/{name}" for name in named}.items() <= shipped.items()
-    assert len(named) == 7
+    assert len(named) == 5
     assert all((ROOT / "docs" / name).is_file() for name in named)
 
 

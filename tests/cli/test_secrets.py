@@ -12,9 +12,9 @@ from harness.cli import failure
 from harness.cli.failure import tell
 from harness.cli.main import main
 from harness.config.errors import BadRequest
-from harness.config.overrides import check_overrides
 from harness.store import redaction
 from harness.store.errors import StoreError
+from tests.support.composing import compose
 from tests.support.mutants import Slip, kills
 
 FORMS = (
@@ -42,7 +42,7 @@ VARIABLES = {"WANDB_API_KEY": "hunter2"}
 def said(word: str, capsys: pytest.CaptureFixture[str]) -> str:
     """The refusal of a word, as it is printed."""
     with pytest.raises(BadRequest) as caught:
-        check_overrides([word])
+        compose([word])
     assert tell(caught.value, [word]) == 2
     return capsys.readouterr().err
 

@@ -64,7 +64,7 @@ HYBRID = "sharding=hsdp mesh=two_by_two train.global_batch_size=32"
         (f"engine=fsdp2 dtype=bf16_comm {HYBRID}", "", "dtype.allow_low_precision_grads=true"),
         (f"dtype=bf16_comm {HYBRID}", "engine=fsdp2", "engine=fsdp1"),
         ("engine=ddp dtype=fp64", "dtype.grad_comm=fp32", "dtype.grad_comm=bf16"),
-        ("engine=ddp", "sharding=optim_grads", "sharding=optim"),
+        ("engine=ddp", "sharding=optim_grads", "sharding=no_shard"),
         ("engine=fsdp2", "sharding=optim", "sharding=optim_grads"),
     ],
 )
