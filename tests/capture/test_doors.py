@@ -22,7 +22,7 @@ from harness.parity.outcome import Outcome
 from harness.parity.record import load
 from harness.store.metrics import read_metrics
 from tests.capture import loops
-from tests.support.mutants import Slip, each
+from tests.support.mutants import finds
 
 ROOT = Path(__file__).parents[2]
 GUIDES = {
@@ -148,53 +148,34 @@ def seen(path: Path) -> Iterator[tuple[Any, ...]]:
         yield pytest.approx(line["loss"], rel=1e-6), line["data_digest"], line["tokens"]
 
 
-def as_by_hand(door: Callable[[Path], None], folder: Path) -> None:
-    """A door tells losses and data of every microbatch as a loop by hand does."""
-    by_hand(folder / "study" / "hand")
-    door(folder / "study" / "door")
-    assert [*seen(folder / "study" / "door")] == [*seen(folder / "study" / "hand")]
-
-
 @pytest.mark.parametrize("door", [by_transformers, by_lightning])
 def test_a_door_records_what_a_loop_by_hand_does(door: Callable[[Path], None], tmp_path: Path) -> None:
-    as_by_hand(door, tmp_path)
+    """A door tells losses and data of every microbatch as a loop by hand does."""
+    by_hand(tmp_path / "study" / "hand")
+    door(tmp_path / "study" / "door")
+    assert [*seen(tmp_path / "study" / "door")] == [*seen(tmp_path / "study" / "hand")]
 
 
-def _gone(_: Any) -> Any:
-    return lambda *args, **given: None
-
-
-MUTANTS: dict[str, tuple[Slip, Callable[[Path], None]]] = {
-    "door: evaluation": (
-        Slip(doors._Transformers, "_ended", "not module.training", "False", "What is evaluated is taken for a batch"),
-        by_transformers,
-    ),
-    "door: sum of losses": (
-        Slip(doors._Transformers, "_ended", "self._loss * self._terms", "self._loss", "A part of a mean is a loss"),
-        by_transformers,
-    ),
-    "door: microbatches": (
-        Slip(doors._Transformers, "on_substep_end", "", _gone, "The last microbatch is taken for the batch"),
-        by_transformers,
-    ),
-    "door: end": (
-        Slip(doors._Transformers, "on_train_end", "self.run.close()", "pass", "A trained run is never ended"),
-        by_transformers,
-    ),
-    "door: accumulated": (
-        Slip(doors._Lightning, "on_train_batch_end", " * trainer.accumulate_grad_batches", "", "A loss is divided"),
-        by_lightning,
-    ),
-    "door: batch": (
-        Slip(doors._Lightning, "on_train_batch_end", "data=batch", "data=None", "What is trained on is not told"),
-        by_lightning,
-    ),
-}
-
-
-@pytest.mark.parametrize("name", each("Capture of another program", ((n, m[0].breaks) for n, m in MUTANTS.items())))
-def test_a_mutant_is_found(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    slip, door = MUTANTS[name]
-    slip.put(monkeypatch)
-    with pytest.raises(AssertionError):
-        as_by_hand(door, tmp_path)
+test_a_mutant_is_found = finds(
+    "Capture of another program",
+    test_a_door_records_what_a_loop_by_hand_does="""
+        door: evaluation: What is evaluated is taken for a batch
+            capture.doors._Transformers._ended: not module.training => False
+            (door=by_transformers)
+        door: sum of losses: A part of a mean is a loss
+            capture.doors._Transformers._ended: self._loss * self._terms => self._loss
+            (door=by_transformers)
+        door: microbatches: The last microbatch is taken for the batch
+            capture.doors._Transformers.on_substep_end: lambda *args, **given: None
+            (door=by_transformers)
+        door: end: A trained run is never ended
+            capture.doors._Transformers.on_train_end: self.run.close() => pass
+            (door=by_transformers)
+        door: accumulated: A loss is divided
+            capture.doors._Lightning.on_train_batch_end:  * trainer.accumulate_grad_batches =>
+            (door=by_lightning)
+        door: batch: What is trained on is not told
+            capture.doors._Lightning.on_train_batch_end: data=batch => data=None
+            (door=by_lightning)
+    """,
+)

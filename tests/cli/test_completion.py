@@ -15,7 +15,7 @@ from harness.cli.completion import install
 from harness.cli.main import VERBS, main, request_help
 from tests.parity.corpus import FP32, OURS
 from tests.parity.lab import as_study, write
-from tests.support.mutants import Slip, each, slips
+from tests.support.mutants import finds
 from tests.support.needs import needs
 
 ASKED = {
@@ -97,23 +97,19 @@ def test_help_begins_with_a_screen(capsys: pytest.CaptureFixture[str]) -> None:
     assert request.index("Groups and their options:") < 20
 
 
-MUTANTS: dict[str, Slip] = slips(
-    """
-    no verbs: TAB after the program offers `run` alone, and none of the other verbs
-        cli.completion.candidates: *(verb.name for verb in verbs), =>
-    run.py is not known: TAB after `python run.py` offers verbs
-        cli.completion.candidates: 3 if words[1:3] == ["-m", "harness"] else 1 => 3
-    --from asks for a setting: TAB after `--from` offers no run
-        cli.completion.candidates: words[-1:] == ["--from"] => words[-1:] == ["--resume"]
-    runs of another store: TAB offers the runs of the default store, whatever --root or launch.root= say
-        cli.completion._named: next(itertools.chain(joined, apart), "runs") => "runs"
-    """
+test_a_mutant_is_found = finds(
+    "Completion",
+    test_verbs_and_studies_are_offered="""
+        no verbs: TAB after the program offers `run` alone, and none of the other verbs
+            cli.completion.candidates: *(verb.name for verb in verbs), =>
+        run.py is not known: TAB after `python run.py` offers verbs
+            cli.completion.candidates: 3 if words[1:3] == ["-m", "harness"] else 1 => 3
+    """,
+    test_runs_complete_where_one_is_named="""
+        --from asks for a setting: TAB after `--from` offers no run
+            cli.completion.candidates: words[-1:] == ["--from"] => words[-1:] == ["--resume"]
+        runs of another store: TAB offers the runs of the default store, whatever --root or launch.root= say
+            cli.completion._named: next(itertools.chain(joined, apart), "runs") => "runs"
+            test_verbs_and_studies_are_offered
+    """,
 )
-
-
-@pytest.mark.parametrize("name", each("Completion", MUTANTS))
-def test_a_mutant_of_completion_is_found(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    MUTANTS[name].put(monkeypatch)
-    with pytest.raises(AssertionError):  # noqa: PT012 - one claim after the other
-        test_runs_complete_where_one_is_named(folder, monkeypatch)
-        test_verbs_and_studies_are_offered(folder, monkeypatch)

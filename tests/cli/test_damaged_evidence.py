@@ -14,9 +14,8 @@ from typing import Any
 
 import pytest
 
-from harness.parity import Outcome, Verdict, compare, record as parity
+from harness.parity import Outcome, Verdict, compare
 from harness.parity.telling import wording
-from harness.parity.tiers import comparable
 from harness.revisions import Snapshot
 from harness.store import checksums, provenance, rundir, status
 from harness.store.rank_place import RankPlace
@@ -26,7 +25,7 @@ from harness.worker.report import Reporter
 from tests.cli.damages import DAMAGES, SILENT, flip, flip_letter
 from tests.cli.readers import READERS
 from tests.parity.edits import edit_json
-from tests.support.mutants import Slip, each
+from tests.support.mutants import Slip, each, finds
 from tests.support.programs import run_program
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -201,36 +200,33 @@ def older(run: Path) -> None:
     (run / status.FILE).write_text(json.dumps(written))
 
 
-MUTANTS = {
-    "sizes alone": Slip(checksums, "_is", "_sum(path) == entry", "True", "Checksums are not compared"),
-    "missing is nothing": Slip(checksums, "_is", "return False", "return True", "A file that is gone is no damage"),
-    "any list": Slip(checksums, "damage", " != ended.checksums", " == 0", "Any list is believed"),
-    "no list is old": Slip(
-        checksums, "damage", "not ended.checksums and not (there and ended.state is State.done)", "not there",
-        "A run whose list was removed is read as one of an older version",
-    ),
-    "status is believed": Slip(
-        checksums, "damage", "(there and ended.state is State.done)", "False", "A list that nobody names is no damage"
-    ),
-    "no status is new": Slip(checksums, "damage", "if there else None", "if False else None", "It is a new run"),
-    "told aside": Slip(checksums, "damage", " and name != ASIDE", "", "A diff that is gone spoils a verdict"),
-    "no problem": Slip(parity, "load", "(*damaged.values(), *others)", "tuple(others)", "Damage is no problem"),
-    "no remark": Slip(
-        comparable, "unlisted", 'arm.files == control.files == "whole"', "True", "An old store is called whole"
-    ),
-}  # fmt: skip
-
-
 def test_what_is_demanded_of_the_list(pair: Pair, tmp_path: Path) -> None:
     assert not [*expectations_that_fail(pair, tmp_path)]
 
 
-@pytest.mark.parametrize("name", each(AREA, [(name, slip.breaks) for name, slip in MUTANTS.items()]))
-def test_a_mutant_of_the_list_is_noticed(
-    name: str, pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    MUTANTS[name].put(monkeypatch)
-    assert next(expectations_that_fail(pair, tmp_path), "")
+test_a_mutant_is_found = finds(
+    AREA,
+    expectations_that_fail="""
+        sizes alone: Checksums are not compared
+            store.checksums._is: _sum(path) == entry => True
+        missing is nothing: A file that is gone is no damage
+            store.checksums._is: return False => return True
+        any list: Any list is believed
+            store.checksums.damage:  != ended.checksums =>  == 0
+        no list is old: A run whose list was removed is read as one of an older version
+            store.checksums.damage: not ended.checksums and not (there and ended.state is State.done) => not there
+        status is believed: A list that nobody names is no damage
+            store.checksums.damage: (there and ended.state is State.done) => False
+        no status is new: It is a new run
+            store.checksums.damage: if there else None => if False else None
+        told aside: A diff that is gone spoils a verdict
+            store.checksums.damage:  and name != ASIDE =>
+        no problem: Damage is no problem
+            parity.record.load: (*damaged.values(), *others) => tuple(others)
+        no remark: An old store is called whole
+            parity.tiers.comparable.unlisted: arm.files == control.files == "whole" => True
+    """,
+)
 
 
 @pytest.fixture

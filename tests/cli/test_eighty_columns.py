@@ -11,7 +11,6 @@ import pytest
 
 from harness.cli.main import main
 from harness.launch import watch
-from harness.parity.telling import render
 from harness.store import provenance, status
 from harness.store.labels import named
 from harness.store.status import State, Status
@@ -19,7 +18,7 @@ from tests.parity.arms import Arm, broken
 from tests.parity.corpus import FP32, OURS
 from tests.parity.edits import edit_json
 from tests.parity.lab import as_study, write
-from tests.support.mutants import Slip, each, kills
+from tests.support.mutants import finds
 
 ROOT = Path(__file__).parents[2]
 
@@ -120,27 +119,6 @@ def test_a_reason_has_its_column_where_there_is_room() -> None:
     assert [line.split()[0] for line in lines[1:7]] == list(names.values())
 
 
-MUTANTS = {
-    "names give way": Slip(watch, "_table", "firm=(0,), ", "", "A long reason takes the room of a run's name"),
-    "everything in a line": Slip(
-        watch, "_table", "breaks, names = (1,),", "_, names = (), ", "A long name is cut for a column"
-    ),
-}
-
-
-@pytest.mark.parametrize("name", each("The terminal", [(name, slip.breaks) for name, slip in MUTANTS.items()]))
-def test_mutants_of_watch_are_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    MUTANTS[name].put(monkeypatch)
-    with pytest.raises(AssertionError):
-        names_and_reasons()
-
-
-def names_and_reasons() -> None:
-    test_a_reason_has_its_column_where_there_is_room()
-    for cells in STUDIES:
-        test_names_keep_what_tells_them_apart_beside_long_reasons(cells, 80)
-
-
 def test_verdict_says_verdict_and_margin_of_every_arm(
     root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -163,15 +141,6 @@ def test_a_verdict_keeps_what_tells_arms_apart(
     assert len(shown) == 3
     assert set(shown) < set(arms.values())
     assert re.search(r"^    EQUAL +T1 +[\d.]+ % +\S+", table, re.M)
-
-
-@kills("The terminal", "an arm for a check", "The name of an arm is cut for the name of a check")
-def test_an_arm_that_is_cut_is_found(
-    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    Slip(render, "_arms", "breaks=breaks", "breaks=()").put(monkeypatch)
-    with pytest.raises(AssertionError):
-        test_a_verdict_keeps_what_tells_arms_apart(root, monkeypatch, capsys)
 
 
 def test_what_comes_after_runs_that_are_no_study_is_no_verdict(
@@ -197,3 +166,24 @@ def test_a_status_without_a_copy_is_read(tmp_path: Path) -> None:
     for before, read in (('"mirror": "why",', written), ("", replace(written, wandb=""))):
         (tmp_path / "status.json").write_text(text.replace('"wandb": "why",', before))
         assert status.read(tmp_path) == read
+
+
+def names_and_reasons() -> None:
+    test_a_reason_has_its_column_where_there_is_room()
+    for cells in STUDIES:
+        test_names_keep_what_tells_them_apart_beside_long_reasons(cells, 80)
+
+
+test_a_mutant_is_found = finds(
+    "The terminal",
+    names_and_reasons="""
+        names give way: A long reason takes the room of a run's name
+            launch.watch._table: firm=(0,), =>
+        everything in a line: A long name is cut for a column
+            launch.watch._table: breaks, names = (1,), => _, names = (),
+    """,
+    test_a_verdict_keeps_what_tells_arms_apart="""
+        an arm for a check: The name of an arm is cut for the name of a check
+            parity.telling.render._arms: breaks=breaks => breaks=()
+    """,
+)

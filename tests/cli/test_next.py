@@ -19,15 +19,15 @@ import pytest
 
 import run as program
 from harness.cli.main import main, read
-from harness.config import catalog, words
+from harness.config import catalog
 from harness.config.compose import Cell
 from harness.config.words import quote
 from harness.launch import submit
-from harness.store import provenance, status, study as studies
+from harness.store import provenance, status
 from harness.store.rundir import Store
 from harness.store.status import Keeper, State, Status
 from tests.support.composing import compose
-from tests.support.mutants import Slip, kills
+from tests.support.mutants import finds
 
 STUDY = """
 question: Does it hold?
@@ -193,41 +193,6 @@ def test_an_unfinished_study_is_asked_for_as_it_was(
     assert not faults(place, verbs, runs, capsys, told, may_start=True)
 
 
-@pytest.mark.parametrize(
-    ("slip", "why"),
-    [
-        pytest.param(
-            Slip(studies, "asked", 'record.get("request", ())', "()"),
-            "run.py -m st",
-            marks=kills("The terminal", "next: without overrides", "A study is asked for again without its cluster="),
-            id="overrides",
-        ),
-        pytest.param(
-            Slip(words, "ask_again", "if os.path.isdir(folder)", "if False"),
-            "train=mine: no such option",
-            marks=kills(
-                "The terminal", "next: in another folder", "A study's file is looked for where the verb is typed"
-            ),
-            id="folder",
-        ),
-        pytest.param(
-            Slip(words, "in_store", "if usual else", "if True else"),
-            "my work/runs/two",
-            marks=kills("The terminal", "next: another store", "What is missing is trained into ./runs of this folder"),
-            id="root",
-        ),
-    ],
-)
-def test_a_command_that_asks_for_something_else_is_found(
-    slip: Slip, why: str, place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    runs = ask(place, told := tmp_path / "told", make(State.failed, but=1))
-    slip.put(monkeypatch)
-    with pytest.raises(AssertionError, match=why):
-        assert not faults(place, ["verdict two"], runs, capsys, told, may_start=True)
-
-
 def test_what_is_whole_is_looked_at_and_what_is_done_is_compared(
     place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -246,15 +211,6 @@ def test_what_is_whole_is_looked_at_and_what_is_done_is_compared(
     assert not faults(place, verbs, dict.fromkeys(map(str, pair)), capsys, told, may_start=False)
     every = [each for verb in verbs for each in printed([*shlex.split(verb), "--root", str(root)], capsys)]
     assert [" compare " in each for each in every] == [True, True, True]
-
-
-@kills("The terminal", "next: a verdict on nothing", "watch proposes the verdict on a study of which no run is done")
-def test_a_verdict_on_nothing_is_found(
-    place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    Slip(studies, "judging_verb", "if ended else otherwise", "if True else otherwise").put(monkeypatch)
-    with pytest.raises(AssertionError, match="verdict two"):
-        test_what_is_whole_is_looked_at_and_what_is_done_is_compared(place, tmp_path, capsys, monkeypatch)
 
 
 def test_runs_that_no_study_asked_for_are_told_from_a_study_that_was_never_run(
@@ -280,3 +236,28 @@ def test_every_printed_command_is_made_where_its_words_are_known() -> None:
                 r"commands\.|\{command\}|ask_again|\{look\}|wandb sync|tensorboard --logdir|`next:`|next: tuple", line
             )
             assert made or '"""' in line or "#" in line, f"{file.name}: {line}"
+
+
+test_a_mutant_is_found = finds(
+    "The terminal",
+    test_an_unfinished_study_is_asked_for_as_it_was="""
+        next: without overrides: A study is asked for again without its cluster=
+            store.study.asked: record.get("request", ()) => ()
+            ()
+            run.py -m
+        next: in another folder: A study's file is looked for where the verb is typed
+            config.words.ask_again: if os.path.isdir(folder) => if False
+            ()
+            train=mine: no such option
+        next: another store: What is missing is trained into ./runs of this folder
+            config.words.in_store: if usual else => if True else
+            ()
+            my work/runs/two
+    """,
+    test_what_is_whole_is_looked_at_and_what_is_done_is_compared="""
+        next: a verdict on nothing: watch proposes the verdict on a study of which no run is done
+            store.study.judging_verb: if ended else otherwise => if True else otherwise
+            ()
+            ^AssertionError: (.|\\n)*verdict two
+    """,
+)

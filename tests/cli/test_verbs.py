@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 
-from harness.cli import runs
 from harness.cli.main import VERBS, main, read
 from harness.config.catalog import ROOT
 from harness.config.words import quote
@@ -23,7 +22,7 @@ from harness.store import status
 from harness.store.rundir import RunDir, Store
 from harness.store.status import State, Status
 from tests.support.composing import compose
-from tests.support.mutants import Slip, kills
+from tests.support.mutants import finds
 
 
 @pytest.fixture
@@ -146,13 +145,13 @@ def test_cancel_and_gc_with_nothing_to_do(root: Path, capsys: pytest.CaptureFixt
     assert "0 items" in capsys.readouterr().out
 
 
-@kills("The terminal", "next: of nothing to cancel", "Who wanted nothing to run is told how to start what failed")
-def test_a_cancel_that_proposes_to_start_is_found(
-    root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    Slip(runs, "run_cancel", "'watch' if ref in store.studies() else 'show'", "'retry'").put(monkeypatch)
-    with pytest.raises(AssertionError):
-        test_cancel_and_gc_with_nothing_to_do(root, capsys)
+test_a_mutant_is_found = finds(
+    "The terminal",
+    test_cancel_and_gc_with_nothing_to_do="""
+        next: of nothing to cancel: Who wanted nothing to run is told how to start what failed
+            cli.runs.run_cancel: 'watch' if ref in store.studies() else 'show' => 'retry'
+    """,
+)
 
 
 def test_compare_of_unfinished_runs_is_not_comparable_also_as_json(

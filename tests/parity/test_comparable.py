@@ -16,7 +16,6 @@ from harness.config.schema import Config
 from harness.parity import Outcome, Verdict, compare
 from harness.parity.outcome import Finding, Grade
 from harness.parity.record import load
-from harness.parity.telling import wording
 from harness.parity.tiers import comparable
 from harness.parity.tiers.comparable import must_agree
 from harness.store.errors import StoreError
@@ -26,7 +25,7 @@ from tests.parity.conftest import Bench
 from tests.parity.corpus import FP32, OURS
 from tests.parity.edits import edit_config, edit_json, edit_lines
 from tests.parity.lab import CLEAN
-from tests.support.mutants import Slip, kills
+from tests.support.mutants import finds
 
 Edit = Callable[[Path], None]
 
@@ -142,13 +141,6 @@ def test_switches_that_choose_kernels_must_agree(bench: Bench) -> None:
     assert (found.check, found.observed, found.allowed) == ("torch's mkldnn", "True, then False", "True")
 
 
-@kills("The comparator", "kernels unread", "Runs are compared whose program has chosen other kernels")
-def test_kernels_that_nobody_reads_are_missed(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(comparable, "_kernels", lambda arm, control: [])
-    with pytest.raises((AssertionError, ValueError)):
-        test_switches_that_choose_kernels_must_agree(bench)
-
-
 @pytest.mark.parametrize(
     ("group", "changes"),
     [
@@ -219,31 +211,32 @@ def test_the_command_after_a_refusal_makes_the_run_again(damage: str, word: str,
     assert words[words.index("--from") + 2 :] == ([word] if word else [])
 
 
-@kills(
+test_a_command_that_starts_nothing_is_found = finds(
     "The terminal",
-    "next: of a damaged run",
-    "The command after a damaged record starts nothing",
+    test_the_command_after_a_refusal_makes_the_run_again="""
+        next: of a damaged run: The command after a damaged record starts nothing
+            parity.telling.wording.ALWAYS: "launch.rerun=stale"
+            (damage="summary gone", word="launch.rerun=always")
+    """,
 )
-def test_a_command_that_starts_nothing_is_found(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    Slip(wording, "ALWAYS", "", lambda _: "launch.rerun=stale").put(monkeypatch)
-    with pytest.raises(AssertionError):
-        test_the_command_after_a_refusal_makes_the_run_again("summary gone", "launch.rerun=always", bench, tmp_path)
-
-
-@kills("The comparator", "words of the future", "A verdict on a run with an unknown engine or dtype is a traceback")
-def test_unknown_words_that_are_let_in_are_found(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("harness.parity.record.unknown_words", lambda _: [])
-    with pytest.raises(KeyError, match="fp4"):
-        test_what_must_agree_is_named_and_refused(bench, tmp_path, "a dtype of the future")
-
-
-@kills("The comparator", "settings of the future", "A verdict passes over an engine's setting that nobody knows")
-def test_unknown_settings_that_are_let_in_are_found(
-    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("harness.parity.record.unknown_settings", lambda _: [])
-    with pytest.raises(AssertionError):
-        test_what_must_agree_is_named_and_refused(bench, tmp_path, "an engine's setting of the future")
+test_a_mutant_is_found = finds(
+    "The comparator",
+    test_switches_that_choose_kernels_must_agree="""
+        kernels unread: Runs are compared whose program has chosen other kernels
+            parity.tiers.comparable._kernels: lambda arm, control: []
+            ()
+            ^(AssertionError|ValueError)
+    """,
+    test_what_must_agree_is_named_and_refused="""
+        words of the future: A verdict on a run with an unknown engine or dtype is a traceback
+            parity.record.unknown_words: lambda _: []
+            (name="a dtype of the future")
+            ^KeyError: .*fp4
+        settings of the future: A verdict passes over an engine's setting that nobody knows
+            parity.record.unknown_settings: lambda _: []
+            (name="an engine's setting of the future")
+    """,
+)
 
 
 def test_one_run_named_twice_is_a_bad_request(bench: Bench) -> None:

@@ -24,7 +24,7 @@ from tests.parity.conftest import Bench
 from tests.parity.edits import edit_json
 from tests.parity.lab import CLEAN, write_capture
 from tests.parity.network import initial
-from tests.support.mutants import Slip, each, kills, slips
+from tests.support.mutants import Slip, each, finds
 
 THREE = Arm(captures=(1, 2, 3), updates=(1, 2, 3))
 WIDE = Arm(captures=(1, 2, 3), updates=(1, 2, 3), compute="fp64", main="fp64", ranks=1, k=4)
@@ -81,20 +81,20 @@ def test_a_decay_that_few_weights_notice_is_told_by_their_bits(bench: Bench) -> 
     assert wrong_in_16_bits(bench) == []
 
 
-SLIPS_IN_16_BITS = slips(
-    """
-    no share: Other bits are not counted
-        parity.alone.optimizer._rounded_once: (main(before + update) != => 0 * (main(before + update) !=
-    no rounding: A weight is held to what 16 bits do not hold
-        parity.alone.optimizer._rounded_once: main(before + update) => before + update
-    """
+test_a_mutant_of_one_run_is_found = finds(
+    "The comparator: the optimizer's rule",
+    wrong_in_16_bits="""
+        no share: Other bits are not counted
+            parity.alone.optimizer._rounded_once: (main(before + update) != => 0 * (main(before + update) !=
+        no rounding: A weight is held to what 16 bits do not hold
+            parity.alone.optimizer._rounded_once: main(before + update) => before + update
+    """,
+    test_a_decay_that_cancels_with_its_gradient_is_no_fault="""
+        what cancels is exact: Adam's change of an element whose gradient and decay cancel is held to the norm of its tensor
+            config.update_rule.Rule.cancelling: lambda *_, **__: 0.0
+            (hooks={"reduced": cancels})
+    """,  # noqa: E501
 )
-
-
-@pytest.mark.parametrize("name", each("The comparator: the optimizer's rule", SLIPS_IN_16_BITS))
-def test_a_slip_in_16_bits_is_noticed(bench: Bench, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    SLIPS_IN_16_BITS[name].put(monkeypatch)
-    assert wrong_in_16_bits(bench)
 
 
 DECAYED = Arm(captures=(1, 2, 3), updates=(1, 2, 3), optimizer="adam", clip=None)
@@ -117,16 +117,6 @@ def test_a_decay_that_cancels_with_its_gradient_is_no_fault(bench: Bench, hooks:
     assert max(finding.ratio for finding in found) < 0.75
     for fault in ({"no_decay": True}, {"lr_factor": 1.001}, {"adam_steps_ahead": 1}):
         assert wrong(judged(bench.run(broken(DECAYED, **hooks, **fault))))[0].step == 1
-
-
-@kills(
-    "The comparator: the optimizer's rule",
-    "what cancels is exact",
-    "Adam's change of an element whose gradient and decay cancel is held to the norm of its tensor",
-)
-def test_what_cancels_without_room_is_noticed(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Rule, "cancelling", lambda *_, **__: 0.0)
-    assert wrong(judged(bench.run(broken(DECAYED, reduced=cancels))))
 
 
 @pytest.mark.parametrize("name", FAULTS)

@@ -42,7 +42,7 @@ from tests.parity.corpus import (
 )
 from tests.parity.edits import edit_json
 from tests.parity.lab import CLEAN
-from tests.support.mutants import each, kills
+from tests.support.mutants import each, finds, kills
 
 TINY_RUN = Arithmetic("fp32", "fp32", "fp32", "fp32", 4, 2, 2, 4, 2048, 512, 200_000)
 CONTROL = replace(FP32, witnessed=True)
@@ -183,12 +183,6 @@ def test_a_scale_that_few_elements_carry_is_as_sure_as_these(heavy: float) -> No
     assert farthest_scale(heavy) < witness.TENSOR_SIGMAS
 
 
-@kills("The comparator: a run's own witnesses", "few speak for all", "A scale fitted to one element has its residual")
-def test_a_scale_that_is_fitted_to_one_element_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(witness, "scale_error", lambda pair, _: pair.standard_error)
-    assert farthest_scale(9.0) > witness.TENSOR_SIGMAS
-
-
 def test_a_wrong_scale_of_one_element_is_no_rounding() -> None:
     gain = np.array([9.0, *np.ones(31)])
     pair = gradients._fit("gain", 0.05 * gain, gain, gain**2, float((gain**2).sum()), 1.0)
@@ -213,11 +207,16 @@ def test_what_integers_cannot_hold_of_a_tiny_gradient_is_no_fault(size: float) -
     assert _in_integers(size)
 
 
-@kills(
+test_a_mutant_is_found = finds(
     "The comparator: a run's own witnesses",
-    "integers",
-    "What numerics=exact cannot hold of a tiny gradient counts as a fault",
+    test_what_integers_cannot_hold_of_a_tiny_gradient_is_no_fault="""
+        integers: What numerics=exact cannot hold of a tiny gradient counts as a fault
+            parity.tiers.arithmetic.Arithmetic.lost: lambda *_: 0.0
+            (size=1e3)
+    """,
+    test_a_scale_that_few_elements_carry_is_as_sure_as_these="""
+        few speak for all: A scale fitted to one element has its residual
+            parity.alone.witness.scale_error: lambda pair, _: pair.standard_error
+            (heavy=9.0)
+    """,
 )
-def test_a_bound_without_the_integers_resolution_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Arithmetic, "lost", lambda *_: 0.0)
-    assert not _in_integers(1e3)

@@ -8,7 +8,7 @@ import torch
 from harness.config.update_rule import Rule
 from harness.probe.step_checks.pieces import Piece
 from harness.probe.step_checks.sample import Made, Sample
-from tests.support.mutants import Slip, kills
+from tests.support.mutants import finds
 
 RULE = Rule("adamw", (0.9, 0.95), 1e-8, 0.0, 0.0)
 SMALL = 1e-14
@@ -79,14 +79,6 @@ def test_a_tensor_that_is_clipped_otherwise_follows_the_rule(
     assert found == pytest.approx(clipping, abs=1e-5)
 
 
-@kills("The comparator: a sample", "one factor for all", "A bucket clipped by another factor is the optimizer's fault")
-def test_one_factor_for_all_is_noticed(
-    sample: Sample, held: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    Slip(Sample, "held_to_rule", "([everywhere], of_tensors)", "([everywhere],)", "").put(monkeypatch)
-    assert stepped(sample, held, "a tensor's factor")[0] > 1
-
-
 def clipped_as_a_group(large: float = 0.7, small: float = 0.7) -> tuple[float, float]:
     """A step in which a large tensor and eight of two elements each are clipped by these factors, and should by 0.5."""
     made, sizes = (
@@ -127,18 +119,6 @@ def test_small_tensors_that_are_clipped_as_others_are_follow_the_rule() -> None:
     assert found == pytest.approx(1.0, abs=1e-5)
 
 
-@kills("The comparator: a sample", "clipped at all", "Small tensors that nobody clips are the optimizer's fault")
-def test_small_tensors_that_are_not_clipped_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    Slip(Sample, "_factors_taken", "[clipping, 1.0]", "[clipping]", "").put(monkeypatch)
-    assert clipped_as_a_group(large=0.5, small=1.0)[0] > 1
-
-
-@kills("The comparator: a sample", "small ones by themselves", "Small tensors are the optimizer's fault")
-def test_small_tensors_that_are_left_out_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    Slip(Sample, "_factors_taken", "factors[part] = min(", "_ = min(", "").put(monkeypatch)
-    assert clipped_as_a_group()[0] > 1
-
-
 def test_sums_of_moments_tell_what_a_resumed_run_begins_with(sample: Sample, held: dict[str, torch.Tensor]) -> None:
     left = sample.of_moments(sample.look(), 2)
     assert left.shape == (2, 2)
@@ -147,3 +127,19 @@ def test_sums_of_moments_tell_what_a_resumed_run_begins_with(sample: Sample, hel
     assert (off > 1e-9).tolist() == [[False, False], [False, True]]
     held["large/exp_avg"].copy_(held["large/exp_avg"].flip(0))
     assert (sample.of_moments(sample.look(), 2) != left).tolist() == [[True, False], [False, True]]
+
+
+test_a_mutant_is_found = finds(
+    "The comparator: a sample",
+    test_a_tensor_that_is_clipped_otherwise_follows_the_rule="""
+        one factor for all: A bucket clipped by another factor is the optimizer's fault
+            probe.step_checks.sample.Sample.held_to_rule: ([everywhere], of_tensors) => ([everywhere],)
+            (wrong="a tensor's factor", follows=True, clipping=0.4)
+    """,
+    test_small_tensors_that_are_clipped_as_others_are_follow_the_rule="""
+        clipped at all: Small tensors that nobody clips are the optimizer's fault
+            probe.step_checks.sample.Sample._factors_taken: [clipping, 1.0] => [clipping]
+        small ones by themselves: Small tensors are the optimizer's fault
+            probe.step_checks.sample.Sample._factors_taken: factors[part] = min( => _ = min(
+    """,
+)

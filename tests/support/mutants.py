@@ -166,7 +166,7 @@ def finds(area: str, **tables: str) -> Any:
     """A test of every mutant of tables, as `slips` has them, by the name of the check in the same module that finds it:
     a test, which fails, or a claim, which returns faults. It is given fixtures by name, for other paths a new folder.
 
-    A row's third line is another check, perhaps with what is no fixture: `check(number=3)`. A fourth one is a pattern
+    A row's third line is another check, or what is no fixture: `(number=3)`. A fourth one is a pattern
     of the failure, `Error: text`; by default an assertion's.
     """
     rows = [row for check, table in tables.items() for row in slips(check, table).items()]
@@ -177,7 +177,7 @@ def finds(area: str, **tables: str) -> Any:
     def test_a_mutant_is_found(name: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
         usual, slip, *more = mutants[name]
         call, said = [*more, *(usual, "^(AssertionError|Failed)")[len(more) :]]
-        check, _, given = call.partition("(")
+        check, _, given = (usual + call if call.startswith("(") else call).partition("(")
         function = getattr(request.module, check)
         arguments = eval(f"dict({given or ')'}", vars(request.module))
         for key, parameter in inspect.signature(function).parameters.items():

@@ -15,7 +15,7 @@ import pytest
 from harness.analysis import load
 from harness.config.schema import CkptPolicy, WandbMode
 from harness.config.wandb_mode import wandb_mode
-from harness.store import results, status, wandb_run
+from harness.store import status, wandb_run
 from harness.store.fields import METRICS, as_line, synced
 from harness.store.files import write_json
 from harness.store.metrics import MetricsWriter, cut_back, read_metrics
@@ -25,7 +25,7 @@ from harness.store.wandb_run import outcome, wandb_id
 from harness.train.wandb_sync import WandbSync
 from tests.support import wandb_file
 from tests.support.factory import freeze, small_config, stopping, train
-from tests.support.mutants import Slip, each, kills
+from tests.support.mutants import each, finds, slips
 
 KEY = "0123456789abcdef" * 5
 """Of the length of a key."""
@@ -88,35 +88,6 @@ def test_after_three_attempts_one_file_equals_the_record(tmp_path: Path) -> None
     assert "train/*" in {each.glob_name for each in stepped}
 
 
-@kills("wandb", "a file that is not awaited", "The wandb copy ends while wandb's service still writes its file")
-def test_a_file_that_is_not_awaited_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("harness.train.wandb_sync.settle", lambda: None)
-    with pytest.raises(AssertionError):
-        test_the_file_is_whole_when_following_ends(tmp_path, monkeypatch)
-
-
-@kills("wandb", "a mode in capitals", "WANDB_MODE=OFFLINE, which holds here, is left for wandb to refuse")
-def test_a_mode_that_wandb_refuses_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wandb_run.settle()  # wandb reads the variable where it begins
-    Slip(wandb_run, "opened", "os.environ.pop(VARIABLE, None)", "None").put(monkeypatch)
-    with pytest.raises(pytest.fail.Exception, match="WandbFailed"):
-        test_the_file_is_whole_when_following_ends(tmp_path, monkeypatch)
-
-
-@kills("wandb", "project left out", "The run opens in wandb's own project instead of wandb.project")
-def test_a_run_in_another_project_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    Slip(wandb_run, "copying", 'project=config["wandb"]["project"],', "").put(monkeypatch)
-    with pytest.raises(AssertionError, match="lab"):
-        test_after_three_attempts_one_file_equals_the_record(tmp_path)
-
-
-@kills("wandb", "resident set as peak", "The resident set of the process is called the peak of tensor memory")
-def test_a_resident_set_that_is_called_the_peak_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    Slip(results, "_peak", '"memory/peak_tensor_bytes"', '"memory/rss"').put(monkeypatch)
-    with pytest.raises(AssertionError):
-        test_peak_memory_is_what_a_table_of_runs_calls_so({"peak_tensor_bytes": 7}, {}, 7, tmp_path)
-
-
 @pytest.mark.parametrize(
     ("memory", "summary", "peak"),
     [
@@ -150,6 +121,7 @@ def test_the_file_is_whole_when_following_ends(tmp_path: Path, monkeypatch: pyte
     capitals, which holds here, was refused by wandb."""
     import wandb
 
+    wandb_run.settle()  # wandb reads the variable where it begins
     monkeypatch.setenv("WANDB_MODE", "OFFLINE")
     asked: list[str] = []
     monkeypatch.setattr("wandb.teardown", lambda real=wandb.teardown: (asked.append("settled"), real()))
@@ -161,17 +133,6 @@ def test_the_file_is_whole_when_following_ends(tmp_path: Path, monkeypatch: pyte
     assert asked == ["settled"]
     assert (run.path / "wandb").stat().st_mode & 0o777 == 0o700
     assert wandb_file.summary(wandb_file.records(wandb_file.only_file(run.path)))["result/state"] == "done"
-
-
-@kills(
-    "wandb",
-    "files of earlier attempts",
-    "Files of earlier attempts stay, so that two are sent",
-)
-def test_two_files_of_one_run_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("harness.store.wandb_run.shutil.rmtree", lambda *_, **__: None)
-    with pytest.raises(ValueError, match="too many values to unpack"):
-        test_after_three_attempts_one_file_equals_the_record(tmp_path)
 
 
 def test_a_run_of_three_attempts_copies_itself_and_leaves_no_key(
@@ -238,16 +199,12 @@ def test_a_copy_that_fails_or_hangs_is_told_and_the_run_is_done(
     assert "python -m harness sync" in present.wandb
 
 
-SLIPS = {
-    "a copy that is awaited": Slip(
-        WandbSync,
-        "close",
-        "self._thread.join(patience_s)",
-        "self._thread.join(4)",
-        "A copy that hangs holds up the end",
-    ),
-    "a copy that raises": Slip(WandbSync, "_copy", "self._failed = ", "why = ", "A copy that fails is not told"),
-}
+SLIPS = slips("""
+    a copy that is awaited: A copy that hangs holds up the end
+        train.wandb_sync.WandbSync.close: self._thread.join(patience_s) => self._thread.join(4)
+    a copy that raises: A copy that fails is not told
+        train.wandb_sync.WandbSync._copy: self._failed = => why =
+""")
 
 
 @pytest.mark.parametrize("name", each("wandb", SLIPS))
@@ -295,3 +252,31 @@ def test_ids_fit_and_keep_runs_apart(study: str) -> None:
 )
 def test_the_variable_decides_where_a_copy_is_asked_for(asked: str, word: str, expected: str) -> None:
     assert wandb_mode(WandbMode[asked], {"WANDB_MODE": word}) is WandbMode[expected]
+
+
+test_a_mutant_is_found = finds(
+    "wandb",
+    test_the_file_is_whole_when_following_ends="""
+        a file that is not awaited: The wandb copy ends while wandb's service still writes its file
+            train.wandb_sync.settle: lambda: None
+        a mode in capitals: WANDB_MODE=OFFLINE, which holds here, is left for wandb to refuse
+            store.wandb_run.opened: os.environ.pop(VARIABLE, None) => None
+            ()
+            WandbFailed
+    """,
+    test_after_three_attempts_one_file_equals_the_record="""
+        project left out: The run opens in wandb's own project instead of wandb.project
+            store.wandb_run.copying: project=config["wandb"]["project"], =>
+            ()
+            ^AssertionError: .*lab
+        files of earlier attempts: Files of earlier attempts stay, so that two are sent
+            store.wandb_run.opened: shutil.rmtree(other, ignore_errors=True) => pass
+            ()
+            too many values to unpack
+    """,
+    test_peak_memory_is_what_a_table_of_runs_calls_so="""
+        resident set as peak: The resident set of the process is called the peak of tensor memory
+            store.results._peak: "memory/peak_tensor_bytes" => "memory/rss"
+            (memory={"peak_tensor_bytes": 7}, summary={}, peak=7)
+    """,
+)
