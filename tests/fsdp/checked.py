@@ -47,9 +47,15 @@ def patched(where: Any, name: str, value: Any = mock.DEFAULT, **more: Any) -> Ca
 
 
 def of_slips(table: str) -> dict[str, Mutant]:
-    """Mutants of a table of `slips`; behind each its check, and then the strategy where that is not ZeRO-3."""
-    rows = slips(table).items()
-    return {name: Mutant(slip.breaks, slip.patched, *more) for name, (slip, *more) in rows}
+    """Mutants of a table of `slips`; behind each its check, as `check / strategy` where that is not ZeRO-3. A line
+    `[area]` begins those of an area."""
+    first, *parts = re.split(r"(?m)^ *\[(.*)\]$", table)
+    return {
+        name: Mutant(slip.breaks, slip.patched, *(each for line in more for each in line.split(" / ")), area=area)
+        for area, rows in [("", first), *zip(parts[::2], parts[1::2], strict=True)]
+        if rows.strip()
+        for name, (slip, *more) in slips(rows).items()
+    }
 
 
 def areas_of(mutants: Mapping[str, Mutant], area: str = "") -> list[Any]:

@@ -16,9 +16,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.utils.checkpoint import checkpoint
 
 from harness.fsdp import fully_shard
-from harness.fsdp.runtime.hooks import Hooks
-from harness.fsdp.storage import at_rest, parameter_access
-from tests.fsdp.checked import Mutant, each_holds, each_is_found, patched, said
+from tests.fsdp.checked import each_holds, each_is_found, of_slips, said
 from tests.fsdp.habits.world import Block, Habits, Net, Run, differing, run_of
 from tests.fsdp.pairs import STRATEGIES
 
@@ -205,30 +203,22 @@ def moving_to_where_it_is(rank: int, strategy: str) -> list[str]:
 test_it_is_right_or_said_at_once = each_holds(__name__, CHECKS)
 
 
-_of_programs = partial(Mutant, area="The engine, by habits of programs")
-MUTANTS = {
-    "frozen weights of a recomputation": _of_programs(
-        "Frozen weights go when trained gradients of a recomputed unit have come",
-        patched(Hooks, "_watch_recomputed", lambda *_: None),
-        "adapting_in_reentrant_checkpoints",
-    ),
-    "wrapped later": _of_programs(
-        "Names that checkpoint_wrapper changes are names of other parameters",
-        patched(parameter_access, "CHECKPOINTED", "?"),
-        "checkpointing_after_sharding",
-    ),
-    "tied later": _of_programs(
-        "A weight tied after sharding is used as it lies",
-        patched(at_rest, "refuse_tied"),
-        "tying_after_sharding",
-        "optim",
-    ),
-    "swapped later": _of_programs(
-        "Blocks that were swapped train until their state is saved",
-        patched(parameter_access.Whereabouts, "check"),
-        "rearranging",
-    ),
-}
+MUTANTS = of_slips(
+    """
+    frozen weights of a recomputation: Frozen weights go when trained gradients of a recomputed unit have come
+        fsdp.runtime.hooks.Hooks._watch_recomputed: lambda *_, **__: None
+        adapting_in_reentrant_checkpoints
+    wrapped later: Names that checkpoint_wrapper changes are names of other parameters
+        fsdp.storage.parameter_access.CHECKPOINTED: "?"
+        checkpointing_after_sharding
+    tied later: A weight tied after sharding is used as it lies
+        fsdp.storage.at_rest.refuse_tied: lambda *_, **__: None
+        tying_after_sharding / optim
+    swapped later: Blocks that were swapped train until their state is saved
+        fsdp.storage.parameter_access.Whereabouts.check: lambda *_, **__: None
+        rearranging
+    """
+)
 
 
-test_a_mutant_is_found = each_is_found(__name__, MUTANTS)
+test_a_mutant_is_found = each_is_found(__name__, MUTANTS, "The engine, by habits of programs")

@@ -7,14 +7,11 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
 from harness.fsdp import StepError, fully_shard_model
-from harness.fsdp.runtime.gradient_sync import GradientSync
-from harness.fsdp.runtime.weak_hooks import ProgramHook
-from harness.fsdp.storage.gradients import Gradients
-from tests.fsdp.checked import ZERO3, Mutant, each_holds, each_is_found, patched, said
+from tests.fsdp.checked import each_holds, each_is_found, of_slips, said
 from tests.fsdp.habits.world import Habits, Net, Run, differing, mean_square, plain_sgd
 from tests.fsdp.pairs import STRATEGIES
 
@@ -122,44 +119,28 @@ def clipping_what_no_optimizer_has(run: Run) -> list[float]:
 test_it_is_right_or_refused = each_holds(__name__, CHECKS)
 
 
-def _replaces_nothing(self: ProgramHook, param: nn.Parameter, shown: Tensor, before: Tensor | None) -> None:
-    """Leave a replaced gradient to whoever comes next."""
-
-
-_prepare = Gradients.prepare
-_of_hooks = partial(Mutant, area="The engine, by gradients that hooks edit")
-_of_steps = partial(Mutant, area="The engine, by habits around a step")
-MUTANTS = {
-    "parts of a sum": _of_hooks(
-        "A hook may scale this backward's gradient for the sum",
-        patched(GradientSync, "_sums_elsewhere", lambda *_: False),
-        "editing_gradients_in_hooks",
-    ),
-    "finished sums": _of_hooks(
-        "Sums that are finished count as shown to a hook",
-        patched(GradientSync, "_sums_elsewhere", lambda *_: False),
-        "editing_sums_that_are_finished",
-        "no_shard",
-    ),
-    "replaced gradients": _of_hooks(
-        "A gradient that a hook has replaced is added to the one it replaces",
-        patched(ProgramHook, "_keep", _replaces_nothing),
-        "editing_gradients_in_hooks",
-        "no_shard",
-    ),
-    "hidden sums": _of_hooks(
-        "Sums that are hidden between backwards stay hidden from hooks",
-        patched(Gradients, "prepare", lambda self: None if self.is_prepared else _prepare(self)),
-        "editing_gradients_in_hooks",
-        "no_shard",
-    ),
-    "what no optimizer has": _of_steps(
-        "An optimizer forgets gradients of what it does not hold",
-        patched(GradientSync, "let_go", lambda self: self.forget()),
-        "clipping_what_no_optimizer_has",
-        ZERO3,
-    ),
-}
+MUTANTS = of_slips(
+    r"""
+    [The engine, by gradients that hooks edit]
+    parts of a sum: A hook may scale this backward's gradient for the sum
+        fsdp.runtime.gradient_sync.GradientSync._sums_elsewhere: lambda *_: False
+        editing_gradients_in_hooks
+    finished sums: Sums that are finished count as shown to a hook
+        fsdp.runtime.gradient_sync.GradientSync._sums_elsewhere: lambda *_: False
+        editing_sums_that_are_finished / no_shard
+    replaced gradients: A gradient that a hook has replaced is added to the one it replaces
+        fsdp.runtime.weak_hooks.ProgramHook._keep: lambda *_, **__: None
+        editing_gradients_in_hooks / no_shard
+    hidden sums: Sums that are hidden between backwards stay hidden from hooks
+        fsdp.storage.gradients.Gradients.prepare: if not self.is_prepared:
+            => if self.is_prepared:\n        return\n    else:
+        editing_gradients_in_hooks / no_shard
+    [The engine, by habits around a step]
+    what no optimizer has: An optimizer forgets gradients of what it does not hold
+        fsdp.runtime.gradient_sync.GradientSync.let_go: lambda self: self.forget()
+        clipping_what_no_optimizer_has
+    """
+)
 
 
 test_a_mutant_is_found = each_is_found(__name__, MUTANTS)

@@ -12,9 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
-from harness.fsdp.runtime.gradient_sync import GradientSync
-from harness.fsdp.state import StateAccess
-from tests.fsdp.checked import Mutant, each_holds, each_is_found, patched, said
+from tests.fsdp.checked import each_holds, each_is_found, of_slips, said
 from tests.fsdp.habits.world import (
     Habits,
     Net,
@@ -192,31 +190,18 @@ test_a_program_is_right = each_holds(__name__, CHECKS)
 
 # -- mutants -----------------------------------------------------------------------------------------------------------
 
-_load_weights = StateAccess.load_state_dict
-
-
-def _forgets_too(self: StateAccess, *args: Any, **named: Any) -> Any:
-    found = _load_weights(self, *args, **named)
-    self.gradients.forget()
-    return found
-
-
-_of_loops = partial(Mutant, area="The engine, by habits of loops")
-_of_steps = partial(Mutant, area="The engine, by habits around a step")
-MUTANTS = {
-    "zeros": _of_loops(
-        "Gradients of zeros that zero_grad has left are forgotten",
-        patched(GradientSync, "let_go", lambda self: self.forget()),
-        "stepping_on_zeros",
-        "optim_grads",
-    ),
-    "loads of weights forget": _of_steps(
-        "Loading weights forgets the gradients of the step",
-        patched(StateAccess, "load_state_dict", _forgets_too),
-        "loading_before_a_step",
-        "optim_grads",
-    ),
-}
+MUTANTS = of_slips(
+    r"""
+    [The engine, by habits of loops]
+    zeros: Gradients of zeros that zero_grad has left are forgotten
+        fsdp.runtime.gradient_sync.GradientSync.let_go: lambda self: self.forget()
+        stepping_on_zeros / optim_grads
+    [The engine, by habits around a step]
+    loads of weights forget: Loading weights forgets the gradients of the step
+        fsdp.state.StateAccess.load_state_dict: self.settle() => self.settle()\n    self.gradients.forget()
+        loading_before_a_step / optim_grads
+    """
+)
 
 
 test_a_mutant_is_found = each_is_found(__name__, MUTANTS)

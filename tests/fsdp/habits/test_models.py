@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from harness.fsdp import FSDPModule, fully_shard_model
-from harness.fsdp.runtime import backward_hooks, hooks
-from harness.fsdp.runtime.backward_hooks import BackwardHooks
-from harness.fsdp.runtime.hooks import Hooks, without_weights
-from harness.fsdp.runtime.readiness import Readiness
 from tests.fsdp import test_unsharded as unsharded
-from tests.fsdp.checked import RANKS, Mutant, each_holds, each_is_found, patched, said
+from tests.fsdp.checked import RANKS, each_holds, each_is_found, of_slips, said
 from tests.fsdp.habits.world import (
     Block,
     Habits,
@@ -270,69 +264,41 @@ test_a_program_is_right = each_holds(__name__, CHECKS)
 # -- mutants -----------------------------------------------------------------------------------------------------------
 
 
-def _cut_off(output: Any, weights: Sequence[Tensor]) -> Any:
-    """Without the copy a program reads memory that is gone, and may end there."""
-    found = without_weights(output, weights)
-    return found if found is output else tree_map_only(Tensor, Tensor.detach, found)
-
-
-def _watches_leaves(self: BackwardHooks, unit: Any, leaves: list[Tensor], call: Any = None, forward: int = 0) -> None:
-    newest, updates = backward_hooks.ABOVE_ALL, self.step.num_updates
-    hook = backward_hooks.WeakHook(self._pre_backward, unit, call, forward, newest, updates)
-    if leaves:
-        torch.autograd.graph.register_multi_grad_hook(leaves, hook, mode="any")
-
-
-_is_due = property(lambda self: bool(self._due_params) or self.hidden_calls)
-_of_programs = partial(Mutant, area="The engine, by habits of programs")
-_of_loops = partial(Mutant, area="The engine, by habits of loops")
-_of_methods = partial(Mutant, area="The engine, by methods beside forward")
-MUTANTS = {
-    "views of weights": _of_programs(
-        "The copy of a weight that a unit hands on brings no gradient back",
-        patched(hooks, "without_weights", _cut_off),
-        "handing_on",
-    ),
-    "hooks on leaves": _of_programs(
-        "A parameter among a model's outputs is watched for ever",
-        patched(BackwardHooks, "watch_outputs", _watches_leaves),
-        "returning_leaves",
-        "no_shard",
-    ),
-    "inputs alone": _of_programs(
-        "A backward of a frozen model counts as one of the step",
-        patched(BackwardHooks, "_is_all_frozen", False),
-        "attacking",
-        "no_shard",
-    ),
-    "interrupts": _of_programs(
-        "Nobody notices that a forward was interrupted", patched(Hooks, "break_off"), "interrupting"
-    ),
-    "stops": _of_loops(
-        "A part that ran without gradients makes a backward of a gradient of an input",
-        patched(Readiness, "is_due", _is_due),
-        "attacking_past_a_stop",
-        "no_shard",
-    ),
-    "unseen calls": _of_loops(
-        "Calls that no hook sees are noted for ever", patched(Readiness, "forget_unseen"), "boxing"
-    ),
-    "units alone": _of_methods(
-        "A unit that is called by itself computes with weights of before the update",
-        patched(Hooks, "is_inside", property(lambda self: True)),
-        "calling_units",
-    ),
-    "root let go": _of_methods(
-        "A forward of the model inside a method ends as one outside does",
-        patched(Hooks, "in_model", property(lambda self: False)),
-        "parts",
-    ),
-    "method as it is": _of_methods(
-        "A registered method runs without the root",
-        patched(Hooks, "run_as_forward", lambda self, method, *a, **k: method(*a, **k)),
-        "parts",
-    ),
-}
+MUTANTS = of_slips(
+    r"""
+    [The engine, by habits of programs]
+    views of weights: The copy of a weight that a unit hands on brings no gradient back
+        fsdp.runtime.hooks.without_weights: leaf.clone(), True => leaf.clone().detach(), True
+        handing_on
+    hooks on leaves: A parameter among a model's outputs is watched for ever
+        fsdp.runtime.backward_hooks.BackwardHooks.watch_outputs: is not None]
+            => is not None]\n    made = [(each, torch.autograd.graph.get_gradient_edge(each)[0]) for each in leaves]
+        returning_leaves / no_shard
+    inputs alone: A backward of a frozen model counts as one of the step
+        fsdp.runtime.backward_hooks.BackwardHooks._is_all_frozen: False
+        attacking / no_shard
+    interrupts: Nobody notices that a forward was interrupted
+        fsdp.runtime.hooks.Hooks.break_off: lambda *_, **__: None
+        interrupting
+    [The engine, by habits of loops]
+    stops: A part that ran without gradients makes a backward of a gradient of an input
+        fsdp.runtime.readiness.Readiness.is_due: bool(self._due_params) => bool(self._due_params) or self.hidden_calls
+        attacking_past_a_stop / no_shard
+    unseen calls: Calls that no hook sees are noted for ever
+        fsdp.runtime.readiness.Readiness.forget_unseen: lambda *_, **__: None
+        boxing
+    [The engine, by methods beside forward]
+    units alone: A unit that is called by itself computes with weights of before the update
+        fsdp.runtime.hooks.Hooks.is_inside: True
+        calling_units
+    root let go: A forward of the model inside a method ends as one outside does
+        fsdp.runtime.hooks.Hooks.in_model: False
+        parts
+    method as it is: A registered method runs without the root
+        fsdp.runtime.hooks.Hooks.run_as_forward: if self.is_inside: => if True:
+        parts
+    """
+)
 
 
 test_a_mutant_is_found = each_is_found(__name__, MUTANTS)

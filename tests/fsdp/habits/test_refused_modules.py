@@ -16,10 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrizations, parametrize, prune
 from torch.testing._internal.two_tensor import TwoTensor
 
-from harness.fsdp import UnknownPlan, fully_shard_model, preconditions, sharding, state as states
-from harness.fsdp.storage.at_rest import ShardedParameters
-from harness.fsdp.storage.parameter_access import Whereabouts
-from tests.fsdp.checked import Mutant, each_holds, each_is_found, patched, said
+from harness.fsdp import UnknownPlan, fully_shard_model
+from tests.fsdp.checked import each_holds, each_is_found, of_slips, said
 from tests.fsdp.habits.world import Block, Habits, Net, Run, run_of
 
 CHECKS = Habits()
@@ -244,53 +242,40 @@ def _raise(error: Exception) -> None:
 test_it_is_right_or_says_what_to_do = each_holds(__name__, CHECKS)
 
 
-_cannot_do = partial(Mutant, area="The engine, by what it cannot do")
-_of_programs = partial(Mutant, area="The engine, by habits of programs")
-
-MUTANTS = {
-    "parts": _cannot_do(
-        "Sparse embeddings and parts of sharded models are sharded like others",
-        patched(preconditions, "PARTS", {}),
-        "modules",
-        "no_shard",
-    ),
-    "parameters": _cannot_do(
-        "Parameters without a shape are sharded like others", patched(preconditions, "PARAMS", {}), "modules"
-    ),
-    "units": _cannot_do(
-        "A list of units that matches nothing makes one unit of everything",
-        patched(preconditions, "_check_units"),
-        "units",
-    ),
-    "shared memory": _of_programs(
-        "Parameters that overlap are sharded apart", patched(preconditions, "_check_apart"), "modules"
-    ),
-    "views of parameters": _of_programs(
-        "What a module keeps of a parameter stays behind when that is sharded",
-        patched(preconditions, "_kept", lambda _: ()),
-        "modules",
-    ),
-    "added": _cannot_do(
-        "A parameter that was added is used, and never trained", patched(Whereabouts, "check"), "replaced"
-    ),
-    "written over": _cannot_do(
-        "A parameter that was written over in its module's dictionary is used, and never trained",
-        patched(ShardedParameters, "check"),
-        "written_over",
-    ),
-    "renamed": _cannot_do(
-        "State leaves out what goes by another name than when it was sharded",
-        patched(states, "check_names"),
-        "written_over",
-        "optim",
-    ),
-    "copies": _cannot_do(
-        "A copy of the module shares hooks with the sharded one",
-        patched(sharding, "refuse_copy", object.__reduce_ex__),
-        "copies",
-        "no_shard",
-    ),
-}
+MUTANTS = of_slips(
+    """
+    [The engine, by what it cannot do]
+    parts: Sparse embeddings and parts of sharded models are sharded like others
+        fsdp.preconditions.PARTS: {}
+        modules / no_shard
+    parameters: Parameters without a shape are sharded like others
+        fsdp.preconditions.PARAMS: {}
+        modules
+    units: A list of units that matches nothing makes one unit of everything
+        fsdp.preconditions._check_units: lambda *_, **__: None
+        units
+    [The engine, by habits of programs]
+    shared memory: Parameters that overlap are sharded apart
+        fsdp.preconditions._check_apart: lambda *_, **__: None
+        modules
+    views of parameters: What a module keeps of a parameter stays behind when that is sharded
+        fsdp.preconditions._kept: lambda _: ()
+        modules
+    [The engine, by what it cannot do]
+    added: A parameter that was added is used, and never trained
+        fsdp.storage.parameter_access.Whereabouts.check: lambda *_, **__: None
+        replaced
+    written over: A parameter that was written over in its module's dictionary is used, and never trained
+        fsdp.storage.at_rest.ShardedParameters.check: lambda *_, **__: None
+        written_over
+    renamed: State leaves out what goes by another name than when it was sharded
+        fsdp.state.check_names: lambda *_, **__: None
+        written_over / optim
+    copies: A copy of the module shares hooks with the sharded one
+        fsdp.sharding.refuse_copy: object.__reduce_ex__
+        copies / no_shard
+    """
+)
 
 
 test_a_mutant_is_found = each_is_found(__name__, MUTANTS)

@@ -12,14 +12,8 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from harness.fsdp import MixedPrecisionPolicy, fully_shard, fully_shard_model
-from harness.fsdp.runtime import backward_hooks, gradient_sync, hooks, readiness, weak_hooks
-from harness.fsdp.runtime.weak_hooks import ProgramHook
-from harness.fsdp.runtime.weights import Weights
-from harness.fsdp.storage import at_rest
-from harness.fsdp.storage.parameter_access import ParameterViews
-from tests.fsdp.checked import ZERO3, Mutant, each_holds, each_is_found, patched, said
+from tests.fsdp.checked import ZERO3, each_holds, each_is_found, of_slips, said
 from tests.fsdp.habits.world import Habits, Net, Run, alike, data, mean_square, plain_sgd, run_of, sharded, training
-from tests.support.mutants import Slip
 
 CHECKS = Habits()
 
@@ -273,81 +267,49 @@ def initialising_unseeded(rank: int, strategy: str) -> list[str]:
 test_it_is_right_or_says_what_to_do = each_holds(__name__, CHECKS)
 
 
-UNCOMPARED = Slip(Weights, "install", "if compares else", "if False else")
-_cannot_take = partial(Mutant, area="The engine, by what it cannot take")
-_of_programs = partial(Mutant, area="The engine, by habits of programs")
-_of_steps = partial(Mutant, area="The engine, by habits around a step")
-
-MUTANTS = {
-    "transforms": _cannot_take(
-        "torch's own words tell of a transform that cannot go through a unit",
-        patched(hooks, "in_transform", return_value=False),
-        "transforms",
-        "no_shard",
-    ),
-    "edited inputs": _cannot_take(
-        "What a unit edited in place is used by its caller without a gradient through the edit",
-        patched(hooks, "_refuse_edited"),
-        "edited_inputs",
-    ),
-    "inputs alone": _cannot_take(
-        "A gradient of an input ends the step",
-        patched(backward_hooks, "could_reach", return_value=False),
-        "inputs_alone",
-        "optim",
-    ),
-    "gradients asked for": _cannot_take(
-        "autograd.grad of parameters gives one rank's gradients",
-        patched(readiness, "_will_come", return_value=False),
-        "gradients_asked_for",
-    ),
-    "sparse gradients": _cannot_take(
-        "A sparse gradient is found by whatever meets it first",
-        patched(backward_hooks, "refuse_layout"),
-        "strange_tensors",
-    ),
-    "alone in another dtype": _of_programs(
-        "Under no_shard a module that is called alone leaves each rank with a gradient of its own",
-        patched(at_rest, "_refuse_data"),
-        "a_module_alone_beside_main_weights",
-        "no_shard",
-    ),
-    "casts alone": _of_programs(
-        "A view or a cast of a main weight is a plain tensor, of which nobody knows what it meets",
-        patched(at_rest, "tree_map_only", lambda kind, function, made: made),
-        "a_module_alone_beside_main_weights",
-        "no_shard",
-    ),
-    "edits through data": _of_programs(
-        "What a forward assigns to `weight.data` is dropped with the gathered weights",
-        patched(ParameterViews, "check_untouched"),
-        "assigning_in_a_forward",
-    ),
-    "steps in hooks": _of_steps(
-        "A hook may change weights by the gradient of one rank",
-        patched(ProgramHook, "__call__", lambda self, param: self.hook(param)),
-        "stepping_in_hooks",
-        "optim_grads",
-    ),
-    "edits through data in a hook": _of_steps(
-        "A hook's parameter counts no edits through `data`",
-        patched(weak_hooks, "counting", lambda own: own),
-        "stepping_in_hooks",
-        "optim_grads",
-    ),
-    "hooks hung before": _of_steps(
-        "What was hung on a parameter before it was sharded is not watched",
-        patched(gradient_sync, "watch"),
-        "stepping_in_hooks",
-        "optim_grads",
-    ),
-    "replicas are not compared": _of_steps(
-        "Ranks part by the numbers they have drawn, whatever check_replicas_every says",
-        lambda: patched(Weights, "install", UNCOMPARED.made())(),
-        "initialising_unseeded",
-        "no_shard",
-    ),
-}
+MUTANTS = of_slips(
+    """
+    [The engine, by what it cannot take]
+    transforms: torch's own words tell of a transform that cannot go through a unit
+        fsdp.runtime.hooks.in_transform: lambda *_: False
+        transforms / no_shard
+    edited inputs: What a unit edited in place is used by its caller without a gradient through the edit
+        fsdp.runtime.hooks._refuse_edited: lambda *_, **__: None
+        edited_inputs
+    inputs alone: A gradient of an input ends the step
+        fsdp.runtime.backward_hooks.could_reach: lambda *_: False
+        inputs_alone / optim
+    gradients asked for: autograd.grad of parameters gives one rank's gradients
+        fsdp.runtime.readiness._will_come: lambda *_: False
+        gradients_asked_for
+    sparse gradients: A sparse gradient is found by whatever meets it first
+        fsdp.runtime.backward_hooks.refuse_layout: lambda *_, **__: None
+        strange_tensors
+    [The engine, by habits of programs]
+    alone in another dtype: Under no_shard a module that is called alone leaves each rank with a gradient of its own
+        fsdp.storage.at_rest._refuse_data: lambda *_, **__: None
+        a_module_alone_beside_main_weights / no_shard
+    casts alone: A view or a cast of a main weight is a plain tensor, of which nobody knows what it meets
+        fsdp.storage.at_rest.tree_map_only: lambda kind, function, made: made
+        a_module_alone_beside_main_weights / no_shard
+    edits through data: What a forward assigns to `weight.data` is dropped with the gathered weights
+        fsdp.storage.parameter_access.ParameterViews.check_untouched: lambda *_, **__: None
+        assigning_in_a_forward
+    [The engine, by habits around a step]
+    steps in hooks: A hook may change weights by the gradient of one rank
+        fsdp.runtime.weak_hooks.ProgramHook.__call__: lambda self, param: self.hook(param)
+        stepping_in_hooks / optim_grads
+    edits through data in a hook: A hook's parameter counts no edits through `data`
+        fsdp.runtime.weak_hooks.counting: lambda own: own
+        stepping_in_hooks / optim_grads
+    hooks hung before: What was hung on a parameter before it was sharded is not watched
+        fsdp.runtime.gradient_sync.watch: lambda *_, **__: None
+        stepping_in_hooks / optim_grads
+    replicas are not compared: Ranks part by the numbers they have drawn, whatever check_replicas_every says
+        fsdp.runtime.weights.Weights.install: if compares else => if False else
+        initialising_unseeded / no_shard
+    """
+)
 
 
 test_a_mutant_is_found = each_is_found(__name__, MUTANTS)
