@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,21 +11,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from harness.fsdp import (
-    Dtypes,
     MegatronModel,
     MixedPrecisionPolicy,
     StepError,
     UnknownPlan,
-    build,
     fully_shard_model,
     fully_shard_optimizer,
-    megatron,
 )
-from harness.fsdp.build import Engine
-from harness.fsdp.runtime import materialize
-from harness.fsdp.runtime.weak_hooks import WeakHook
-from harness.fsdp.storage.param_group import ParamGroup
-from tests.fsdp.checked import RANKS, Mutant, each_holds, each_is_found, patched, said
+from tests.fsdp.checked import RANKS, each_holds, each_is_found, of_slips, said
 from tests.fsdp.habits.world import Habits
 from tests.fsdp.pairs import WIDTH, Block, Model, data, loss_of, same
 
@@ -283,64 +275,32 @@ test_a_name_of_megatron_fsdp_does_what_it_says = each_holds(__name__, CHECKS)
 # -- mutants -----------------------------------------------------------------------------------------------------------
 
 
-def parents_first(part: nn.Module, seen: set[int]) -> Any:
-    """Each module in definition order, by itself."""
-    return ([each] for each in part.modules())
-
-
-_set_policy = Engine.set_policy
-
-
-def sets_once(self: Engine, policy: MixedPrecisionPolicy) -> None:
-    if self.policy.grad_comm_dtype is None:
-        _set_policy(self, policy)
-
-
-_of_calls = partial(Mutant, area="megatron-fsdp's names: calls")
-_send_as = ParamGroup.send_as
-
-
-def _sends_as_at_first(self: ParamGroup, dtypes: Dtypes) -> None:
-    if not hasattr(self, "inner"):
-        _send_as(self, dtypes)
-
-
-_of_weights = partial(Mutant, area="megatron-fsdp's names: weights")
-MUTANTS = {
-    "one axis is two": _of_calls(
-        "Ranks may be on the tensor-parallel axis and on the sharding one at once",
-        patched(build, "check_plan"),
-        "meshes",
-    ),
-    "the compiler sees hooks": _of_calls(
-        "torch.compile traces the engine's hooks",
-        patched(WeakHook, "__call__", vars(WeakHook.__call__)["__wrapped__"]),
-        "compiling",
-    ),
-    "each its own": _of_weights(
-        "broadcast_params lets each rank keep what it has",
-        patched(megatron, "held_by_several", return_value=[]),
-        "broadcasting",
-        "no_shard",
-    ),
-    "parents are reset first": _of_weights(
-        "A module that resets what is inside it is reset before that",
-        patched(materialize, "_turns", parents_first),
-        "resetting",
-        "optim",  # released weights have no memory that could be written
-    ),
-    "the old wire": _of_weights(
-        "Buckets go on sending in the dtype from before the context",
-        patched(ParamGroup, "send_as", _sends_as_at_first),
-        "rewiring",
-    ),
-    "the old policy stays": _of_weights(
-        "A context that ends leaves its wire behind",
-        patched(Engine, "set_policy", sets_once),
-        "rewiring",
-        "optim",
-    ),
-}
+MUTANTS = of_slips(
+    r"""
+    [megatron-fsdp's names: calls]
+    one axis is two: Ranks may be on the tensor-parallel axis and on the sharding one at once
+        fsdp.build.check_plan: lambda *_, **__: None
+        meshes
+    the compiler sees hooks: torch.compile traces the engine's hooks
+        fsdp.runtime.weak_hooks.WeakHook.__call__: vars(WeakHook.__call__)["__wrapped__"]
+        compiling
+    [megatron-fsdp's names: weights]
+    each its own: broadcast_params lets each rank keep what it has
+        fsdp.megatron.held_by_several: lambda *_, **__: []
+        broadcasting / no_shard
+    parents are reset first: A module that resets what is inside it is reset before that
+        fsdp.runtime.materialize._turns: lambda part, seen: ([each] for each in part.modules())
+        resetting / optim
+    the old wire: Buckets go on sending in the dtype from before the context
+        fsdp.storage.param_group.ParamGroup.send_as: integers, mesh =
+            => if hasattr(self, "inner"):\n        return\n    integers, mesh =
+        rewiring
+    the old policy stays: A context that ends leaves its wire behind
+        fsdp.build.Engine.set_policy: if policy == self.policy
+            => if policy == self.policy or self.policy.grad_comm_dtype is not None
+        rewiring / optim
+    """
+)
 
 
 test_a_wrong_name_is_found = each_is_found(__name__, MUTANTS)

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from functools import partial
-from typing import Any
-from unittest import mock
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from harness.fsdp import StepError, megatron
-from harness.fsdp.runtime.step import TRANSITIONS, Call, Step
-from tests.fsdp.checked import RANKS, Mutant, each_holds, each_is_found, patched, said
+from harness.fsdp import StepError
+from tests.fsdp.checked import RANKS, each_holds, each_is_found, of_slips, said
 from tests.fsdp.habits.world import Habits
 from tests.fsdp.megatron.test_calls import differs, plainly, sharded, with_optimizer
 from tests.fsdp.pairs import STRATEGIES, close, data, loss_of, plain_gradients
@@ -149,39 +145,23 @@ test_a_name_of_megatron_fsdp_does_what_it_says = each_holds(__name__, CHECKS)
 # -- mutants -----------------------------------------------------------------------------------------------------------
 
 
-def forgets_all(model: Any, optimizer: Any, **more: Any) -> None:
-    _bind(model, optimizer, **more)
-    forget = optimizer.zero_grad
-    optimizer.zero_grad = lambda *, zero_grad_buffer=True: forget()
+MUTANTS = of_slips(
+    r"""
+    stale weights are computed with: A forward runs although the update was never installed
+        fsdp.runtime.step.Step.check_installed: lambda *_, **__: None
+        postponing / optim
+    steps with what is there: A step that is told not to finish gradients steps all the same
+        fsdp.runtime.step.TRANSITIONS: {of: row | {Call.update: (of,)} for of, row in TRANSITIONS.items()}
+        unsynced
+    gradients are scaled in vain: scale_gradients changes nothing
+        fsdp.update.norms.scale_gradients: lambda *_, **__: None
+        scaling
+    the buffer is zeroed, too: zero_grad(zero_grad_buffer=False) forgets microbatches that are not finished
+        fsdp.megatron.bind: bool = True, *, zero_grad_buffer: bool = True) -> None:
+            => bool = True, *, zero_grad_buffer: bool = True) -> None:\n        zero_grad_buffer = True
+        zeroing
+    """
+)
 
 
-_bind = megatron.bind
-
-
-_of_steps = partial(Mutant, area="megatron-fsdp's names: a step")
-MUTANTS = {
-    "stale weights are computed with": _of_steps(
-        "A forward runs although the update was never installed",
-        patched(Step, "check_installed"),
-        "postponing",
-        "optim",
-    ),
-    "steps with what is there": _of_steps(
-        "A step that is told not to finish gradients steps all the same",
-        lambda: mock.patch.dict(TRANSITIONS, {of: row | {Call.update: (of,)} for of, row in TRANSITIONS.items()}),
-        "unsynced",
-    ),
-    "gradients are scaled in vain": _of_steps(
-        "scale_gradients changes nothing",
-        lambda: mock.patch("harness.fsdp.megatron.norms.scale_gradients"),
-        "scaling",
-    ),
-    "the buffer is zeroed, too": _of_steps(
-        "zero_grad(zero_grad_buffer=False) forgets microbatches that are not finished",
-        patched(megatron, "bind", forgets_all),
-        "zeroing",
-    ),
-}
-
-
-test_a_wrong_name_is_found = each_is_found(__name__, MUTANTS)
+test_a_wrong_name_is_found = each_is_found(__name__, MUTANTS, "megatron-fsdp's names: a step")

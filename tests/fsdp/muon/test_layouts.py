@@ -18,12 +18,11 @@ import torch
 
 from harness import muon
 from harness.fsdp.tensor_parallel import values_here
-from harness.fsdp.update import matrices, own_step
 from harness.probe.collectives import CollectiveMeter
 from tests.fsdp.muon import nets
 from tests.fsdp.muon.nets import MAKERS, STEPS, Case, sharded, train, trained
 from tests.support.covering import Cover, once
-from tests.support.mutants import Slip, each
+from tests.support.mutants import each, slips
 from tests.support.spawn import run_ranks
 
 STRATEGIES = "no_shard", "optim", "optim_grads", "optim_grads_params"
@@ -172,63 +171,57 @@ def test_bytes_follow_the_formula(case: Case) -> None:
 
 # -- mistakes ----------------------------------------------------------------------------------------------------------
 
-SPLIT, TENSOR = Case(3), Case(2, tp=2, maker="one")
-MISTAKES = {
-    "momentum of the gradient": (Slip(muon, "mix", "1 - group", "group", "Momentum and gradient are exchanged"), SPLIT),
-    "no Nesterov mix": (
-        Slip(muon, "mix", 'if group["nesterov"] else momentum', 'if not group["nesterov"] else momentum', "Mixed"),
-        SPLIT,
-    ),
-    "scale of tall matrices": (
-        Slip(muon, "add", "rows / columns", "columns / rows", "Wide matrices are scaled as tall ones"), SPLIT,
-    ),
-    "scale of a piece": (
-        Slip(matrices.MatrixStep, "take", "values, m.rows", "values, rows.shape[0]",
-             "The rate is adjusted to the rows that lie here"), SPLIT,
-    ),
-    "iteration on a cut matrix": (
-        Slip(matrices.MatrixStep, "work", "whole.view(-1, m.rows, m.columns)",
-             "m.part(whole, lane.comm.rank).flatten(0, -2)[None]", "Rows are orthogonalized"),
-        Case(2, shapes=((64, 64),) * 3),
-    ),
-    "an update that is not taken": (
-        Slip(matrices.Lane, "finish", "strict=True):", "strict=True) if self.comm.rank != 1 else ():",
-             "One rank does not add what owners send"), SPLIT,
-    ),
-    "order of pieces": (
-        Slip(matrices.MatrixStep, "params", "in found if",
-             "in ([*found][::-1] if torch.distributed.get_rank() else found) if", "Ranks have other orders"),
-        SPLIT,
-    ),
-    "momentum that begins anew": (
-        Slip(matrices.MatrixStep, "give", "if MOMENTUM not in held:", "if True:", "Momentum is none"), SPLIT,
-    ),
-    "decay of a group": (
-        Slip(matrices.Lane, "finish", "groups[m.group], m", "groups[0], m", "The first group's settings"),
-        SPLIT,
-    ),
-    "numbers of the first step": (
-        Slip(own_step.OwnStep, "_tell", "_told(held) != _told(state.get(m.param, {}))", "not state.get(m.param)",
-             "Others are told of a state once"),
-        Case(2, maker="SOAP"),
-    ),
-    "a weight that stays": (
-        Slip(own_step.OwnStep, "take", "rows.copy_(values)", "rows", "What an owner makes is not taken"),
-        Case(2, maker="Shampoo"),
-    ),
-    "gradients of weights": (
-        Slip(own_step.OwnStep, "give", "values_here(cast(Tensor, grad_of(param)))", "values_here(param)",
-             "Weights are given as gradients"),
-        Case(2, maker="Adafactor"),
-    ),
-    "columns of the first": (
-        Slip(matrices, "_box_here", "chunks[0].offsets or", "(chunks[0].offsets[:1] + (0, 0))[: param.dim()] or",
-             "Every tensor-parallel rank gives the first one's columns"), TENSOR,
-    ),
-    "blocks by stack": (
-        Slip(muon, "boxes", "yield (begin, min", "yield (0, min", "All stacks begin with the first"), TENSOR,
-    ),
-}  # fmt: skip
+CASES = {"split": Case(3), "tensor": Case(2, tp=2, maker="one"), "square": Case(2, shapes=((64, 64),) * 3)}
+"""Others are a maker's."""
+TABLE = slips(
+    """
+    momentum of the gradient: Momentum and gradient are exchanged
+        muon.mix: 1 - group => group
+        split
+    no Nesterov mix: Mixed
+        muon.mix: if group["nesterov"] else momentum => if not group["nesterov"] else momentum
+        split
+    scale of tall matrices: Wide matrices are scaled as tall ones
+        muon.add: rows / columns => columns / rows
+        split
+    scale of a piece: The rate is adjusted to the rows that lie here
+        fsdp.update.matrices.MatrixStep.take: values, m.rows => values, rows.shape[0]
+        split
+    iteration on a cut matrix: Rows are orthogonalized
+        fsdp.update.matrices.MatrixStep.work: whole.view(-1, m.rows, m.columns)
+            => m.part(whole, lane.comm.rank).flatten(0, -2)[None]
+        square
+    an update that is not taken: One rank does not add what owners send
+        fsdp.update.matrices.Lane.finish: strict=True): => strict=True) if self.comm.rank != 1 else ():
+        split
+    order of pieces: Ranks have other orders
+        fsdp.update.matrices.MatrixStep.params: in found if
+            => in ([*found][::-1] if torch.distributed.get_rank() else found) if
+        split
+    momentum that begins anew: Momentum is none
+        fsdp.update.matrices.MatrixStep.give: if MOMENTUM not in held: => if True:
+        split
+    decay of a group: The first group's settings
+        fsdp.update.matrices.Lane.finish: groups[m.group], m => groups[0], m
+        split
+    numbers of the first step: Others are told of a state once
+        fsdp.update.own_step.OwnStep._tell: _told(held) != _told(state.get(m.param, {})) => not state.get(m.param)
+        SOAP
+    a weight that stays: What an owner makes is not taken
+        fsdp.update.own_step.OwnStep.take: rows.copy_(values) => rows
+        Shampoo
+    gradients of weights: Weights are given as gradients
+        fsdp.update.own_step.OwnStep.give: values_here(cast(Tensor, grad_of(param))) => values_here(param)
+        Adafactor
+    columns of the first: Every tensor-parallel rank gives the first one's columns
+        fsdp.update.matrices._box_here: chunks[0].offsets or => (chunks[0].offsets[:1] + (0, 0))[: param.dim()] or
+        tensor
+    blocks by stack: All stacks begin with the first
+        muon.boxes: yield (begin, min => yield (0, min
+        tensor
+    """
+)
+MISTAKES = {name: (slip, CASES.get(case) or Case(2, maker=case)) for name, (slip, case) in TABLE.items()}
 
 
 def slipped(rank: int, name: str, case: Case) -> list[str]:

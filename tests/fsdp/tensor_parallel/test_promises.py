@@ -8,7 +8,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -18,20 +17,13 @@ from harness.fsdp import (
     MixedPrecisionPolicy,
     ReplicaDrift,
     ShardedModel,
-    TpShard,
     UnknownPlan,
-    build,
     fully_shard,
     fully_shard_model,
 )
 from harness.fsdp.comm.mesh import Meshes
-from harness.fsdp.guards import replicas
-from harness.fsdp.runtime import materialize
 from harness.fsdp.runtime.same_data import SameData
-from harness.fsdp.storage import gradients, parameter_access
-from harness.fsdp.tensor_parallel import gradient_here
-from harness.private_torch import version_of
-from tests.fsdp.checked import Mutant, each_holds, each_is_found, said
+from tests.fsdp.checked import Mutant, each_holds, each_is_found, of_slips, said
 from tests.fsdp.tensor_parallel.training import (
     Block,
     Case,
@@ -326,17 +318,6 @@ CHECKS = {
 }
 
 
-def term_of_a_copy(param: nn.Parameter, gradient: Tensor) -> Tensor:
-    is_copy = isinstance(gradient, DTensor) and param.placements[0].is_replicate()
-    return gradient.to_local() if is_copy else gradient_here(param, gradient)
-
-
-@contextmanager
-def terms_for_sums() -> Iterator[None]:
-    with mock.patch.object(gradients, "gradient_here", term_of_a_copy):
-        yield
-
-
 @contextmanager
 def on_one_axis() -> Iterator[None]:
     alone_on_it = property(lambda self: self.dense.everyone)
@@ -344,78 +325,46 @@ def on_one_axis() -> Iterator[None]:
         yield  # the others would wait in later checks for those who have heard
 
 
-def backwards(tp_shard: TpShard, value: Tensor, group: Any) -> Tensor:
-    if tp_shard.is_whole or group is None:
-        return value
-    parts: list[Any] = [None] * tp_shard.size
-    dist.all_gather_object(parts, value, group=group)
-    assert tp_shard.dim is not None
-    return torch.cat(parts[::-1], tp_shard.dim)
-
-
-MUTANTS = {
-    "copies count twice": Mutant(
-        "What every tensor-parallel rank has whole is counted by each of them in norms",
-        lambda: mock.patch.object(TpShard, "is_counted_here", True),
-        "norms",
-    ),
-    "cut weights count once": Mutant(
-        "Of what is cut, one tensor-parallel rank's TP shard alone is counted in norms",
-        lambda: mock.patch.object(TpShard, "is_counted_here", property(lambda self: self.rank == 0)),
-        "norms",
-    ),
-    "a term for the sum": Mutant(
-        "The gradient of a norm under sequence parallelism is this rank's term of it",
-        terms_for_sums,
-        "training",
-    ),
-    "tp_shards in another order": Mutant(
-        "TP shards are put together in another order than they were cut",
-        lambda: mock.patch.object(TpShard, "join", backwards),
-        "training",
-    ),
-    "own numbers": Mutant(
-        "A module on the meta device resets each TP shard by itself",
-        lambda: mock.patch.object(materialize, "_values_of", each_by_itself),
-        "meta",
-    ),
-    "marks are ignored": Mutant(
-        "What a module cut by itself counts as a copy on every rank",
-        lambda: mock.patch("harness.fsdp.tensor_parallel.partition_dim", return_value=None),
-        "marks",
-    ),
-    "edits of a TP shard": Mutant(
-        "Edits of the tensor inside a DTensor are not seen",
-        lambda: mock.patch.object(parameter_access, "edits_of", version_of),
-        "edits",
-        "optim",
-    ),
-    "unwatched copies": Mutant(
-        "Nobody compares what tensor-parallel ranks have whole",
-        lambda: mock.patch.object(replicas, "_copies", return_value=[]),
-        "drift",
-    ),
+MUTANTS = of_slips(
+    r"""
+    copies count twice: What every tensor-parallel rank has whole is counted by each of them in norms
+        fsdp.tensor_parallel.TpShard.is_counted_here: True
+        norms
+    cut weights count once: Of what is cut, one tensor-parallel rank's TP shard alone is counted in norms
+        fsdp.tensor_parallel.TpShard.is_counted_here: self.rank == 0 or not self.is_copied => self.rank == 0
+        norms
+    a term for the sum: The gradient of a norm under sequence parallelism is this rank's term of it
+        fsdp.tensor_parallel.gradient_here: if gradient.placements != placements
+            => if gradient.placements != placements and not placements[0].is_replicate()
+        training
+    tp_shards in another order: TP shards are put together in another order than they were cut
+        fsdp.tensor_parallel.TpShard.join: made.full_tensor().contiguous()
+            => torch.cat(made.full_tensor().chunk(self.size, self.dim)[::-1], self.dim)
+        training
+    own numbers: A module on the meta device resets each TP shard by itself
+        fsdp.runtime.materialize._values_of: return found
+            => [v.copy_(torch.cat([v.chunk(2)[0]] * 2)) for v in found.values() if v.dim() > 1]\n    return found
+        meta
+    marks are ignored: What a module cut by itself counts as a copy on every rank
+        fsdp.tensor_parallel.partition_dim: lambda *_, **__: None
+        marks
+    edits of a TP shard: Edits of the tensor inside a DTensor are not seen
+        fsdp.storage.parameter_access.edits_of: version_of
+        edits / optim
+    unwatched copies: Nobody compares what tensor-parallel ranks have whole
+        fsdp.guards.replicas._copies: lambda *_, **__: []
+        drift
+    copies that differ: Tensor-parallel ranks may begin with other values of what is not cut
+        fsdp.build.check_copies: lambda *_, **__: None
+        plans
+    """
+) | {
     "told on one axis": Mutant(
         "Ranks of the tensor-parallel axis do not hear what one of them finds",
         on_one_axis,
         "not finite",
     ),
-    "copies that differ": Mutant(
-        "Tensor-parallel ranks may begin with other values of what is not cut",
-        lambda: mock.patch.object(build, "check_copies"),
-        "plans",
-    ),
 }
-
-
-def each_by_itself(*given: Any) -> dict[int, Tensor]:
-    whole = values_of(*given)
-    for value in whole.values():
-        value.copy_(torch.cat([value.chunk(2)[0]] * 2) if value.dim() > 1 else value)
-    return whole
-
-
-values_of = materialize._values_of
 
 
 test_it_holds = each_holds(__name__, CHECKS)

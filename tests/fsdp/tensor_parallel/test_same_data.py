@@ -19,9 +19,7 @@ from torch.distributed.tensor.parallel import (
 
 from harness.fsdp import CopiesPart
 from harness.fsdp.megatron import fully_shard
-from harness.fsdp.runtime import same_data as same_data_of
-from harness.fsdp.runtime.same_data import SameData, bit_hash
-from tests.fsdp.checked import Check, Mutant, each_holds, each_is_found, patched, said
+from tests.fsdp.checked import Check, each_holds, each_is_found, of_slips, said
 
 VOCABULARY, WIDTH = 16, 8
 
@@ -100,28 +98,19 @@ CHECKS: dict[str, Check] = {each.__name__: each for each in (same_data, other_to
 test_other_data_is_told = each_holds(__name__, CHECKS)
 
 
-def integers_alone(given: Tensor) -> Tensor:
-    return bit_hash(torch.zeros_like(given) if given.is_floating_point() else given)
+MUTANTS = of_slips(
+    """
+    inputs: What the model is given is not looked at
+        fsdp.runtime.same_data.SameData._look: lambda *_, **__: None
+        other_tokens
+    whole floats: Of what the model is given, integers alone are compared
+        fsdp.runtime.same_data.bit_hash: lambda x: was(torch.zeros_like(x) if x.is_floating_point() else x)
+        other_pixels / optim
+    length alone: Numbers of elements are compared, and not their bits
+        fsdp.runtime.same_data.bit_hash: lambda given: torch.tensor(given.numel())
+        other_tokens / no_shard
+    """
+)
 
 
-_of_data = partial(Mutant, area="Tensor parallelism, by data")
-MUTANTS = {
-    "inputs": _of_data(
-        "What the model is given is not looked at", patched(SameData, "_look", lambda *_: None), "other_tokens"
-    ),
-    "whole floats": _of_data(
-        "Of what the model is given, integers alone are compared",
-        patched(same_data_of, "bit_hash", integers_alone),
-        "other_pixels",
-        "optim",
-    ),
-    "length alone": _of_data(
-        "Numbers of elements are compared, and not their bits",
-        patched(same_data_of, "bit_hash", lambda given: torch.tensor(given.numel())),
-        "other_tokens",
-        "no_shard",
-    ),
-}
-
-
-test_a_mutant_is_found = each_is_found(__name__, MUTANTS)
+test_a_mutant_is_found = each_is_found(__name__, MUTANTS, "Tensor parallelism, by data")
