@@ -9,12 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from harness.fsdp import MixedPrecisionPolicy, build, fully_shard, fully_shard_model
-from harness.fsdp.runtime import units
-from harness.fsdp.storage.gradients import Gradients
-from harness.fsdp.storage.param_group import ParamGroup
+from harness.fsdp import MixedPrecisionPolicy, fully_shard, fully_shard_model
 from harness.fsdp.storage.parameter_access import grad_of
-from tests.fsdp.checked import ZERO3, Mutant, each_is_found, patched
+from tests.fsdp.checked import ZERO3, each_is_found, of_slips
 from tests.fsdp.pairs import STRATEGIES
 from tests.support.spawn import run_ranks
 
@@ -58,28 +55,17 @@ def test_a_bucket_is_of_one_outermost_unit_dtype_and_flag_and_what_is_frozen_has
     assert run_ranks(grouped, 1) == [[]]
 
 
-_point_at_weights = ParamGroup.point_at_weights
-
-
-def _innermost(module: nn.Module, classes: Any) -> Any:
-    return units.plan_units(module, [each for each in classes if each is not Layer])
-
-
-def _frozen_get_storage(self: ParamGroup) -> None:
-    if not self.trainable and self.gradients is None:
-        params = [param for _, param in self.params]
-        self.gradients = Gradients(self.name, params, self.cuts, self.placements, self.dtypes, self.plan)
-    _point_at_weights(self)
-
-
-MUTANTS = {
-    "innermost owns": Mutant(
-        "Of nested units the innermost owns parameters", patched(build, "plan_units", _innermost), grouped
-    ),
-    "frozen storage": Mutant(
-        "Frozen buckets keep gradients", patched(ParamGroup, "point_at_weights", _frozen_get_storage), grouped
-    ),
-}
+CHECKS = {"grouped": grouped}
+MUTANTS = of_slips(
+    """
+    innermost owns: Of nested units the innermost owns parameters
+        fsdp.runtime.units.plan_units: if path and unit == id(module) and => if path and
+        grouped
+    frozen storage: Frozen buckets keep gradients
+        fsdp.storage.param_group.ParamGroup._build: dtypes, self.plan) if self.trainable else None => dtypes, self.plan)
+        grouped
+    """
+)
 test_a_mutant_is_found = each_is_found(__name__, MUTANTS, "The engine, by its oracle")
 
 

@@ -11,10 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.fsdp import ShardedModel
-from harness.fsdp.comm.communicator import Communicator
-from harness.fsdp.storage.gradients import Gradients
-from harness.fsdp.update import norms as norm
-from tests.fsdp.checked import Mutant, each_is_found, patched
+from tests.fsdp.checked import each_is_found, of_slips
 from tests.fsdp.pairs import PAIRS, Pair, data, loss_of, plain_gradients, shard
 from tests.support.covering import once
 from tests.support.spawn import run_ranks
@@ -150,56 +147,30 @@ def test_a_norm_that_is_no_number_is_forgotten_with_its_step(pair: Pair) -> None
 # -- mutants -----------------------------------------------------------------------------------------------------------
 
 
-_sum_scalars = Communicator.sum_scalars
+def _clips_rightly(rank: int, words: str) -> str:
+    *pair, order = words.split(", ")
+    return difference(clip(rank, ((Pair(*pair), float(order)),))[0], float(order))
 
 
-def _own_norm(self: Communicator, values: Tensor, purpose: str) -> Tensor:
-    return values if purpose == "norm" else _sum_scalars(self, values, purpose)
+def _forgets_nan(rank: int, strategy: str) -> str:
+    return difference(after_nan(rank, (Pair(strategy, ""),))[0][1], 2.0)
 
 
-def _all_counted(shards_of: Any) -> tuple[list[Tensor], list[Tensor], bool]:
-    return [], [shard for _, shards in shards_of for shard in shards], True
-
-
-_largest = norm._largest
-
-
-def _signed(shards: Any, everyone: Any) -> float:
-    return _largest([-shard.clamp(min=0) for shard in shards], everyone)
-
-
-def _clips_rightly(rank: int, trial: tuple[Pair, float]) -> str:
-    return difference(clip(rank, (trial,))[0], trial[1])
-
-
-def _forgets_nan(rank: int, pair: Pair) -> str:
-    return difference(after_nan(rank, (pair,))[0][1], 2.0)
-
-
-MUTANTS = {
-    "replicas count": Mutant(
-        "What several ranks hold counts once for each in norms",
-        patched(norm, "_dealt", _all_counted),
-        _clips_rightly,
-        (Pair("optim", "no_shard"), 2.0),
-    ),
-    "a rank's own norm": Mutant(
-        "Each rank clips by the norm of what it holds",
-        patched(Communicator, "sum_scalars", _own_norm),
-        _clips_rightly,
-        (Pair("optim_grads", ""), 2.0),
-    ),
-    "signs count": Mutant(
-        "The largest element is looked for, not the largest absolute value",
-        patched(norm, "_largest", _signed),
-        _clips_rightly,
-        (Pair("optim_grads_params", ""), math.inf),
-    ),
-    "NaN stays between parameters": Mutant(
-        "Once a norm was no number, no later one is",
-        patched(Gradients, "open_gaps"),
-        _forgets_nan,
-        Pair("no_shard", ""),
-    ),
-}
+CHECKS = {"clips": _clips_rightly, "forgets": _forgets_nan}
+MUTANTS = of_slips(
+    """
+    replicas count: What several ranks hold counts once for each in norms
+        fsdp.update.norms._dealt: bucket.counted(shards) => shards
+        clips / optim, no_shard, 2
+    a rank's own norm: Each rank clips by the norm of what it holds
+        fsdp.update.norms._euclidean: everyone.sum_scalars(total, "norm") => pass
+        clips / optim_grads, , 2
+    signs count: The largest element is looked for, not the largest absolute value
+        fsdp.update.norms._largest: .abs().amax() => .amax()
+        clips / optim_grads_params, , inf
+    NaN stays between parameters: Once a norm was no number, no later one is
+        fsdp.storage.gradients.Gradients.open_gaps: lambda *_, **__: None
+        forgets / no_shard
+    """
+)
 test_a_mutant_is_found = each_is_found(__name__, MUTANTS, "The engine, by its norms")

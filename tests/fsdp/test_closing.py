@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
-from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -16,8 +14,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from harness.fsdp import Transport, build, fully_shard_model
-from tests.fsdp.checked import Mutant, each_is_found, holds
+from harness.fsdp import Transport, fully_shard_model
+from tests.fsdp.checked import each_is_found, holds, of_slips
 
 GONE_S = 7.0
 WIDTH = 300
@@ -84,28 +82,13 @@ CHECKS: dict[str, Callable[[int, str], list[str]]] = {
 }
 
 
-@contextmanager
-def _waiting_there() -> Iterator[None]:
-    """Where a model is collected it waits, for as long as the group allows."""
-
-    def waiting(runtime: Any, reduce: Any, gather: Any, wait: Any, close: Any) -> None:
-        close()
-        with suppress(Exception):
-            reduce.discard()
-            gather.reshard_all()
-
-    with mock.patch.object(build, "abandon", waiting):
-        yield
-
-
-MUTANTS = {
-    "the collector waits": Mutant(
-        "A model is collected, and what it has under way waited for there and then",
-        _waiting_there,
-        "collected first",
-        "optim_grads_params",
-    ),
-}
+MUTANTS = of_slips(
+    """
+    the collector waits: A model is collected, and what it has under way waited for there and then
+        fsdp.build.abandon: if runtime.has_streams: => if True:
+        collected first
+    """
+)
 
 
 @pytest.mark.parametrize(

@@ -5,14 +5,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from harness.fsdp import MixedPrecisionPolicy, ShardedModel, fully_shard_model, fully_shard_optimizer, sharding
-from tests.fsdp.checked import Mutant, each_holds, each_is_found
+from harness.fsdp import MixedPrecisionPolicy, ShardedModel, fully_shard_model, fully_shard_optimizer
+from tests.fsdp.checked import each_holds, each_is_found, of_slips
 from tests.fsdp.pairs import Model as Tied, close, data, loss_of
 
 RANKS = 2
@@ -147,14 +146,16 @@ def averaged(rank: int, strategy: str) -> list[str]:
 CHECKS: dict[str, Callable[[int, str], list[str]]] = {each.__name__: each for each in (apart, narrow, averaged)}
 
 
-MUTANTS = {
-    "weights of nobody": Mutant("A copy has no weights", lambda: mock.patch.object(sharding, "adopt_weights"), "apart"),
-    "hooks of the other": Mutant(
-        "Hooks of the original are on the copy, too",
-        lambda: mock.patch.object(sharding, "OrderedDict", ()),
-        "apart",
-    ),
-}
+MUTANTS = of_slips(
+    """
+    weights of nobody: A copy has no weights
+        fsdp.sharding.adopt_weights: lambda *_, **__: None
+        apart
+    hooks of the other: Hooks of the original are on the copy, too
+        fsdp.sharding.OrderedDict: ()
+        apart
+    """
+)
 
 
 test_a_copy_is_as_in_one_process = each_holds(__name__, CHECKS)

@@ -7,10 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from harness.fsdp import fully_shard
-from harness.fsdp.runtime.gather import GatherPipeline
-from harness.fsdp.storage.memory import BucketMemory
 from harness.probe.collectives import CollectiveMeter
-from tests.fsdp.checked import Mutant, each_is_found, patched
+from tests.fsdp.checked import each_is_found, of_slips
 from tests.support.spawn import run_ranks
 
 UNIT_BYTES = 64 * 64 * 4
@@ -23,12 +21,6 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x).relu()
-
-
-def fetch_all(self: GatherPipeline) -> None:
-    while self._next < len(self._sweep):
-        self._next += 1
-        self._start_unshard(self._sweep[self._next - 1])
 
 
 def two_steps(rank: int, transport: str, prefetch: int) -> list[tuple[dict[str, int], int]]:
@@ -79,16 +71,16 @@ def _fetched_in_turn(rank: int, strategy: str) -> list[str]:
     return [f"{peak} bytes are there at once" for peak in peaks if peak > 4 * UNIT_BYTES]
 
 
-MUTANTS = {
-    "no limit ahead": Mutant(
-        "Everything is fetched as soon as the forward begins",
-        patched(GatherPipeline, "_prefetch", fetch_all),
-        _fetched_in_turn,
-    ),
-    "peaks for ever": Mutant(
-        "The most bytes are those of the whole training",
-        patched(BucketMemory, "reset_peak"),
-        _fetched_in_turn,
-    ),
-}
+CHECKS = {"fetched": _fetched_in_turn}
+MUTANTS = of_slips(
+    """
+    no limit ahead: Everything is fetched as soon as the forward begins
+        fsdp.runtime.gather.GatherPipeline._prefetch: len(ahead) >= self.prefetch or not self._has_room(following)
+            => False
+        fetched
+    peaks for ever: The most bytes are those of the whole training
+        fsdp.storage.memory.BucketMemory.reset_peak: lambda *_, **__: None
+        fetched
+    """
+)
 test_a_mutant_is_found = each_is_found(__name__, MUTANTS, "The engine, by its oracle")

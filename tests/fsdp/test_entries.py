@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from harness.fsdp import ShardedModel, megatron
-from harness.fsdp.runtime.gradient_sync import GradientSync
-from tests.fsdp.checked import Mutant, each_is_found, patched
+from harness.fsdp import ShardedModel
+from tests.fsdp.checked import each_is_found, of_slips
 from tests.fsdp.pairs import (
     COVERED,
     PAIRS,
@@ -183,32 +182,17 @@ def penalised(rank: int, strategy: str) -> float:
 
 # -- mutants -----------------------------------------------------------------------------------------------------------
 
-_shard = megatron.shard
-
-
-def _divided(*args: Any, **given: Any) -> Any:
-    return _shard(*args, **given | {"grad_divisor": None})
-
-
-def _forgets_earlier(self: GradientSync) -> None:
-    self._kept = []
-    _install(self)
-
-
-_install = GradientSync._install
-OPTIM = Pair("optim", "")
-MUTANTS = {
-    "tokens": Mutant(
-        "calculate_per_token_loss is accepted and ignored",
-        patched(megatron, "shard", _divided),
-        every_way,
-        OPTIM,
-    ),
-    "forgets earlier": Mutant(
-        "A second synchronised backward takes the place of the first",
-        patched(GradientSync, "_install", _forgets_earlier),
-        auto_sync,
-        OPTIM,
-    ),
+CHECKS: dict[str, Callable[[int, str], list[str]]] = {
+    each.__name__: lambda rank, strategy, each=each: each(rank, Pair(strategy, "")) for each in (every_way, auto_sync)
 }
+MUTANTS = of_slips(
+    """
+    tokens: calculate_per_token_loss is accepted and ignored
+        fsdp.megatron.fully_shard_model: grad_divisor=grad_divisor, => grad_divisor=None,
+        every_way / optim
+    forgets earlier: A second synchronised backward takes the place of the first
+        fsdp.runtime.gradient_sync.GradientSync._install: = self._kept, [] => = [], []
+        auto_sync / optim
+    """
+)
 test_a_mutant_is_found = each_is_found(__name__, MUTANTS, "The engine, by what loops do")

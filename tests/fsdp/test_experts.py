@@ -18,9 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from harness.fsdp import MixedPrecisionPolicy, fully_shard
-from harness.fsdp.comm.reduction import Reduction
-from harness.fsdp.runtime import units
-from tests.fsdp.checked import Mutant, each_is_found, patched
+from tests.fsdp.checked import each_is_found, of_slips
 from tests.support.covering import once
 from tests.support.spawn import run_ranks
 
@@ -134,34 +132,24 @@ def test_experts_train_as_on_one_process(case: tuple[Any, ...]) -> None:
     check(case, trained())
 
 
-_fold = Reduction.fold
-
-
-def _doubled(self: Reduction, exchange: Any, into: list[Tensor], *, add: bool) -> None:
-    _fold(self, exchange, into, add=add)
-    for target in into if self.comm.size < WORLD else []:
-        target.mul_(2.0)
-
-
-def _trained_rightly(rank: int, case: tuple[Any, ...]) -> list[str]:
+def _trained_rightly(rank: int, _: str) -> list[str]:
+    case = 3, 2, 1, "fast"
     check(case, [train(rank, [case])])
     return []
 
 
-MUTANTS = {
-    "unmarked": Mutant(
-        "The mark of an expert is not looked at",
-        patched(units, "is_expert", lambda _: False),
-        _trained_rightly,
-        (3, 2, 1, "fast"),
-    ),
-    "divided by their own": Mutant(
-        "Experts are divided by the size of their own group",
-        patched(Reduction, "fold", _doubled),
-        _trained_rightly,
-        (3, 2, 1, "fast"),
-    ),
-}
+CHECKS = {"trained": _trained_rightly}
+MUTANTS = of_slips(
+    """
+    unmarked: The mark of an expert is not looked at
+        fsdp.runtime.units.is_expert: lambda _: False
+        trained
+    divided by their own: Experts are divided by the size of their own group
+        fsdp.comm.reduction.Reduction.fold: scale_together(into, exchange.factor)
+            => scale_together(into, exchange.factor * (2 if self.comm.size < 4 else 1))
+        trained
+    """
+)
 test_a_mutant_is_found = each_is_found(__name__, MUTANTS, "The engine, by its experts")
 
 

@@ -14,10 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.fsdp import Strategy, fully_shard_model
-from harness.fsdp.runtime.backward_hooks import BackwardHooks
-from harness.fsdp.runtime.gather import GatherPipeline
-from harness.fsdp.runtime.readiness import Readiness
-from tests.fsdp.checked import RANKS, Mutant, each_is_found, patched
+from tests.fsdp.checked import RANKS, each_is_found, of_slips
 from tests.fsdp.ordinary.pieces import CARRIES
 from tests.support.covering import Cover, once
 from tests.support.spawn import run_ranks
@@ -213,39 +210,28 @@ def test_gradients_are_those_of_one_process(case: Case) -> None:
         check(case, found)
 
 
-def zero3(way: str, habit: str = "once", double_buffer: bool = False) -> Case:
-    return Case(way, "linear", "optim_grads_params", habit, double_buffer)
-
-
-def finds(rank: int, case: Case) -> list[str]:
+def finds(rank: int, words: str) -> list[str]:
+    way, habit, *double = words.split(", ")
+    case = Case(way, "linear", "optim_grads_params", habit, bool(double))
     check(case, train(rank, case))
     return []
 
 
-MUTANTS = {
-    "order is not asked": Mutant(
-        "A unit whose inputs no hook sees is released when its last gradient has come",
-        patched(Readiness, "enter"),
-        finds,
-        zero3("dict"),
-    ),
-    "next unit waits for its outputs": Mutant(
-        "A unit is unsharded only when a gradient comes to its outputs, not to what it left behind",
-        patched(GatherPipeline, "unshard_next"),
-        finds,
-        zero3("aux"),
-    ),
-    "unseen units are released": Mutant(
-        "A unit of which neither inputs nor outputs can be seen is released after its forward",
-        patched(GatherPipeline, "keep"),
-        finds,
-        zero3("object"),
-    ),
-    "resting units stay": Mutant(
-        "A unit between two of its calls in one backward keeps the buffer that another one needs",
-        patched(BackwardHooks, "_call_passed", BackwardHooks._end_if_over),
-        finds,
-        zero3("tensor", "two forwards first", double_buffer=True),
-    ),
-}
+CHECKS = {"finds": finds}
+MUTANTS = of_slips(
+    """
+    order is not asked: A unit whose inputs no hook sees is released when its last gradient has come
+        fsdp.runtime.readiness.Readiness.enter: lambda *_, **__: None
+        finds / dict, once
+    next unit waits for its outputs: A unit is unsharded only for gradients of its outputs, not of what it left behind
+        fsdp.runtime.gather.GatherPipeline.unshard_next: lambda *_, **__: None
+        finds / aux, once
+    unseen units are released: A unit of which neither inputs nor outputs can be seen is released after its forward
+        fsdp.runtime.gather.GatherPipeline.keep: lambda *_, **__: None
+        finds / object, once
+    resting units stay: A unit between two of its calls in one backward keeps the buffer that another one needs
+        fsdp.runtime.backward_hooks.BackwardHooks._call_passed: BackwardHooks._end_if_over
+        finds / tensor, two forwards first, double
+    """
+)
 test_a_wrong_engine_is_found = each_is_found(__name__, MUTANTS, "Hidden tensors")

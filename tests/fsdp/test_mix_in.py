@@ -11,20 +11,15 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 
-from harness.fsdp import FSDPModule, ShardedModel, build, fully_shard, fully_shard_model, module, preconditions
-from harness.fsdp.runtime import backward_hooks
-from harness.fsdp.runtime.units import Unit
-from tests.fsdp.checked import Mutant, each_holds, each_is_found, said
+from harness.fsdp import FSDPModule, ShardedModel, fully_shard, fully_shard_model
+from tests.fsdp.checked import each_holds, each_is_found, of_slips, said
 from tests.fsdp.pairs import WIDTH, Block, Model, Pair, data, loss_of, shard
-from tests.support.mutants import Slip
 
 
 class Configured(Model):
@@ -222,49 +217,34 @@ CHECKS: dict[str, Callable[[int, str], list[str]]] = {
 test_a_sharded_module_is_as_before = each_holds(__name__, CHECKS)
 
 
-KEEPS = Slip(Unit, "__init__", "weakref.ref(module)", "lambda: module")
-MUTANTS = {
-    "nothing of Join": Mutant(
-        "torch's Join ends in an attribute that the module does not have",
-        lambda: mock.patch.object(module, "NAMES_OF_OTHERS", {}),
-        "joining",
-    ),
-    "hooks keep the engine": Mutant(
-        "Hooks hold what they call, so that module and engine keep each other",
-        lambda: mock.patch.object(backward_hooks, "WeakHook", partial),
-        "deleting",
-    ),
-    "watchdog keeps the engine": Mutant(
-        "The watching thread holds what it asks where the program is",
-        lambda: mock.patch.object(build, "_where", lambda driver: driver.where),
-        "deleting",
-    ),
-    "thread goes on": Mutant(
-        "Nobody tells the watching thread that its model is gone",
-        lambda: mock.patch.object(build, "end_watch"),
-        "deleting",
-    ),
-    "state keeps the module": Mutant(
-        "A unit holds the module, which holds it",
-        lambda: mock.patch.object(Unit, "__init__", KEEPS.made()),
-        "deleting",
-    ),
-    "names of the engine": Mutant(
-        "A method of the module's gives way to the engine's of the same name",
-        lambda: mock.patch.object(preconditions, "_check_free"),
-        "crowding",
-    ),
-    "slices are sharded": Mutant(
-        "A slice of a sharded nn.Sequential is of the sharded class, and has no engine",
-        lambda: mock.patch.object(FSDPModule, "__new__", lambda kind, *_: object.__new__(kind)),
-        "holding",
-    ),
-    "moves": Mutant(
-        "A cast of the model is accepted, and does nothing",
-        lambda: mock.patch.object(FSDPModule, "_apply", lambda self, fn, recurse=True: self),
-        "naming",
-    ),
-}
+MUTANTS = of_slips(
+    """
+    nothing of Join: torch's Join ends in an attribute that the module does not have
+        fsdp.module.NAMES_OF_OTHERS: {}
+        joining
+    hooks keep the engine: Hooks hold what they call, so that module and engine keep each other
+        fsdp.runtime.weak_hooks.WeakHook: __import__("functools").partial
+        deleting
+    watchdog keeps the engine: The watching thread holds what it asks where the program is
+        fsdp.build._where: lambda driver: driver.where
+        deleting
+    thread goes on: Nobody tells the watching thread that its model is gone
+        fsdp.build.end_watch: lambda *_, **__: None
+        deleting
+    state keeps the module: A unit holds the module, which holds it
+        fsdp.runtime.units.Unit.__init__: weakref.ref(module) => lambda: module
+        deleting
+    names of the engine: A method of the module's gives way to the engine's of the same name
+        fsdp.preconditions._check_free: lambda *_, **__: None
+        crowding
+    slices are sharded: A slice of a sharded nn.Sequential is of the sharded class, and has no engine
+        fsdp.FSDPModule.__new__: lambda kind, *_: object.__new__(kind)
+        holding
+    moves: A cast of the model is accepted, and does nothing
+        fsdp.FSDPModule._apply: lambda self, fn, recurse=True: self
+        naming
+    """
+)
 
 
 test_a_wrong_mix_in_is_found = each_is_found(__name__, MUTANTS, "The engine, by what programs do with its mix-in")

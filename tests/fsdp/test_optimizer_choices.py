@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
 from harness.fsdp import ShardedModel, create_state, fully_shard
-from harness.fsdp.storage.layout import Segment
 from harness.fsdp.update import rules
-from harness.fsdp.update.flat_step import FlatStep
-from tests.fsdp.checked import RANKS, Mutant, each_holds, each_is_found, said
+from tests.fsdp.checked import RANKS, each_holds, each_is_found, of_slips, said
 from tests.fsdp.pairs import Block, Model, Pair, arguments_of, data, loss_of
-from tests.support.mutants import Slip
 
 FUSED, ONE_BY_ONE, AS_GIVEN = {"fused": True}, {"fused": False, "foreach": False}, dict[str, bool]()
 """Settings of a group while its rule runs."""
@@ -155,37 +151,25 @@ CHECKS: dict[str, Callable[[int, str], list[str]]] = {
 test_an_optimizer_is_stepped_as_was_promised = each_holds(__name__, CHECKS)
 
 
-NOBODYS = Slip(FlatStep, "_add", "or key in COUNTERS:", "or (key in COUNTERS and piece.end):")
-
-
-MUTANTS = {
-    "bits may change": Mutant(
-        "Under numerics=ordered the fused kernel is chosen for segments that it cannot step bit by bit",
-        lambda: mock.patch.object(Segment, "fusable", True),
-        "choosing",
-    ),
-    "momentum begins with zeros": Mutant(
-        "A state of SGD's momentum with dampening is made before the first gradient",
-        lambda: mock.patch.object(rules, "begins_with_gradient", return_value=False),
-        "dampening",
-        "no_shard",
-    ),
-    "state begins at zero": Mutant(
-        "Adagrad's sums and Rprop's steps begin with zero whatever their settings",
-        lambda: mock.patch.dict(rules.FIRST_OF_GROUP, clear=True),
-        "beginning",
-    ),
-    "products begin at zero": Mutant(
-        "NAdam's product begins with zero",
-        lambda: mock.patch.dict(rules.FIRST, clear=True),
-        "beginning",
-    ),
-    "nobody's count": Mutant(
-        "Parameters without a row on a rank are counted from one after a load",
-        lambda: mock.patch.object(FlatStep, "_add", NOBODYS.made()),
-        "counting",
-    ),
-}
+MUTANTS = of_slips(
+    """
+    bits may change: Under numerics=ordered the fused kernel is chosen for segments that it cannot step bit by bit
+        fsdp.storage.layout.Segment.fusable: True
+        choosing
+    momentum begins with zeros: A state of SGD's momentum with dampening is made before the first gradient
+        fsdp.update.rules.begins_with_gradient: lambda *_, **__: False
+        dampening / no_shard
+    state begins at zero: Adagrad's sums and Rprop's steps begin with zero whatever their settings
+        fsdp.update.rules.FIRST_OF_GROUP: {}
+        beginning
+    products begin at zero: NAdam's product begins with zero
+        fsdp.update.rules.FIRST: {}
+        beginning
+    nobody's count: Parameters without a row on a rank are counted from one after a load
+        fsdp.update.flat_step.FlatStep._add: or key in COUNTERS: => or (key in COUNTERS and piece.end):
+        counting
+    """
+)
 
 
 test_a_wrong_choice_is_found = each_is_found(__name__, MUTANTS, "The engine, by what it chooses")

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from torch import nn
 
 from harness.fsdp import RanksDisagree, fully_shard_model
-from harness.fsdp.runtime import backward_hooks
-from tests.fsdp.checked import Mutant, each_holds, each_is_found, patched, said
+from tests.fsdp.checked import each_holds, each_is_found, of_slips, said
 from tests.fsdp.pairs import WIDTH, Block, Model, data, loss_of
 
 
@@ -48,11 +47,11 @@ def parted(rank: int, strategy: str) -> list[str]:
 
 CHECKS: dict[str, Callable[[int, str], list[str]]] = {each.__name__: each for each in (refused, parted)}
 test_what_cannot_be_is_said_on_every_rank = each_holds(__name__, CHECKS)
-MUTANTS = {
-    "unfreezing is not seen": Mutant(
-        "What was frozen when it was sharded brings a gradient that nobody takes",
-        patched(backward_hooks, "unfrozen_too_late", lambda _: None),
-        "refused",
-    ),
-}
+MUTANTS = of_slips(
+    """
+    unfreezing is not seen: What was frozen when it was sharded brings a gradient that nobody takes
+        fsdp.runtime.backward_hooks.unfrozen_too_late: lambda _: None
+        refused
+    """
+)
 test_a_mutant_is_found = each_is_found(__name__, MUTANTS, "The engine, by what programs freeze")

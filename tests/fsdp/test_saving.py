@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -21,13 +20,10 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.tensor import DTensor
 
-from harness.fsdp import FSDPModule, RanksDisagree, ShardedModel, build, state as states
-from harness.fsdp.comm.communicator import Communicator
-from harness.fsdp.ragged import RaggedTensor
-from harness.fsdp.state import StateAccess, StateMismatch
-from tests.fsdp.checked import RANKS, Mutant, each_holds, each_is_found, said
+from harness.fsdp import RanksDisagree, ShardedModel
+from harness.fsdp.state import StateMismatch
+from tests.fsdp.checked import RANKS, Mutant, each_holds, each_is_found, of_slips, patched, said
 from tests.fsdp.pairs import WIDTH, Model, Pair, data, loss_of, shard
-from tests.support.mutants import Slip
 
 
 class Normed(Model):
@@ -311,50 +307,36 @@ CHECKS: dict[str, Callable[[int, str], list[str]]] = {
 test_state_is_saved_and_loaded_or_refused = each_holds(__name__, CHECKS)
 
 
-NO_TIES = Slip(StateAccess, "_load", "{**given, **tied}", "given")
-MUTANTS = {
-    "own buffers": Mutant(
-        "Buffers are saved as each rank has them",
-        lambda: mock.patch.object(Communicator, "from_first", lambda self, value, purpose: value),
-        "buffering",
-    ),
-    "pieces in a file": Mutant(
-        "safetensors is given the memory of the rows that a rank has",
-        lambda: mock.patch.object(RaggedTensor, "untyped_storage", lambda self: self._local_tensor.untyped_storage()),
-        "filing",
-    ),
-    "destinations": Mutant(
-        "A module around the model saves nothing of it",
-        lambda: mock.patch.object(FSDPModule, "state_dict", lambda self, **_: self.engine.named_state.state_dict()),
-        "telling",
-        "no_shard",
-    ),
+MUTANTS = of_slips(
+    """
+    own buffers: Buffers are saved as each rank has them
+        fsdp.comm.communicator.Communicator.from_first: lambda self, value, purpose: value
+        buffering
+    pieces in a file: safetensors is given the memory of the rows that a rank has
+        fsdp.ragged.RaggedTensor.untyped_storage: lambda self: self._local_tensor.untyped_storage()
+        filing
+    destinations: A module around the model saves nothing of it
+        fsdp.FSDPModule.state_dict: lambda self, **_: self.engine.named_state.state_dict()
+        telling / no_shard
+    all names: A tied weight is missing where one of its names is
+        fsdp.state.StateAccess._load: {**given, **tied} => given
+        strictness / no_shard
+    one's own rows: async_save takes a shard for memory that it knows, and keeps what changes meanwhile
+        fsdp.ragged.RaggedTensor.data_ptr: lambda self: self._local_tensor.data_ptr()
+        saving_beside
+    other arguments: Each rank shards as it is told, whatever others are told
+        fsdp.build._check_same_request: lambda *_, **__: None
+        parted
+    missing is missed: A name that is missing is not told
+        fsdp.state.check_fit: lambda *_, **__: None
+        strictness
+    """
+) | {
     "extra state": Mutant(
         "What modules say by get_extra_state is not saved",
-        lambda: mock.patch.object(Telling, "get_extra_state", nn.Module.get_extra_state),
+        patched(Telling, "get_extra_state", nn.Module.get_extra_state),
         "telling",
         "no_shard",
-    ),
-    "all names": Mutant(
-        "A tied weight is missing where one of its names is",
-        lambda: mock.patch.object(StateAccess, "_load", NO_TIES.made()),
-        "strictness",
-        "no_shard",
-    ),
-    "one's own rows": Mutant(
-        "async_save takes a shard for memory that it knows, and keeps what changes meanwhile",
-        lambda: mock.patch.object(RaggedTensor, "data_ptr", lambda self: self._local_tensor.data_ptr()),
-        "saving_beside",
-    ),
-    "other arguments": Mutant(
-        "Each rank shards as it is told, whatever others are told",
-        lambda: mock.patch.object(build, "_check_same_request"),
-        "parted",
-    ),
-    "missing is missed": Mutant(
-        "A name that is missing is not told",
-        lambda: mock.patch.object(states, "check_fit"),
-        "strictness",
     ),
 }
 

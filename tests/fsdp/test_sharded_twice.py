@@ -15,8 +15,8 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from harness.fsdp import ShardedModel, fully_shard_model, module as mix_in, preconditions
-from tests.fsdp.checked import Mutant, each_holds, each_is_found, patched, said
+from harness.fsdp import ShardedModel, fully_shard_model
+from tests.fsdp.checked import each_holds, each_is_found, of_slips, said
 from tests.fsdp.pairs import Block, Model, close, data, loss_of, plain_gradients
 
 
@@ -79,22 +79,19 @@ def beside(rank: int, strategy: str) -> list[str]:
 
 
 CHECKS = {each.__name__: each for each in (around, inside, beside)}
-MUTANTS = {
-    "DDP is not known": Mutant(
-        "DistributedDataParallel is built around a sharded model, which is then reduced twice",
-        patched(mix_in, "IGNORED_BY_DDP", ""),
-        "around",
-        "no_shard",
-    ),
-    "replicate is not seen": Mutant(
-        "What replicate manages is sharded once more",
-        patched(preconditions, "OTHER_ENGINES", ("torch.nn.parallel", "torch.distributed.fsdp")),
-        "inside",
-    ),
-    "what FSDP manages is not seen": Mutant(
-        "The module inside an FSDP is sharded once more", patched(preconditions, "MANAGED", "nothing"), "inside"
-    ),
-}
+MUTANTS = of_slips(
+    """
+    DDP is not known: DistributedDataParallel is built around a sharded model, which is then reduced twice
+        fsdp.module.IGNORED_BY_DDP: ""
+        around / no_shard
+    replicate is not seen: What replicate manages is sharded once more
+        fsdp.preconditions.OTHER_ENGINES: ("torch.nn.parallel", "torch.distributed.fsdp")
+        inside
+    what FSDP manages is not seen: The module inside an FSDP is sharded once more
+        fsdp.preconditions.MANAGED: "nothing"
+        inside
+    """
+)
 
 
 test_a_model_is_sharded_once = each_holds(__name__, CHECKS)

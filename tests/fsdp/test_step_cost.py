@@ -14,11 +14,9 @@ import torch
 from torch import nn
 
 from harness.fsdp import fully_shard
-from harness.fsdp.runtime.gather import GatherPipeline
-from harness.fsdp.runtime.units import Unit
 from harness.fsdp.storage import gradients
 from harness.fsdp.storage.parameter_access import by_engine
-from tests.fsdp.checked import Mutant, each_is_found, holds
+from tests.fsdp.checked import Mutant, each_is_found, holds, of_slips
 from tests.fsdp.pairs import STRATEGIES
 
 FEW, MANY = 6, 24
@@ -75,14 +73,6 @@ def test_calls_of_a_step_grow_with_its_units(strategy: str) -> None:
     holds(__name__, strategy, "growing")
 
 
-_has_room = GatherPipeline._has_room
-
-
-def _looks_at_all(self: GatherPipeline, unit: Unit) -> bool:
-    num_whole = sum(map(self.is_whole, self.order))
-    return num_whole <= len(self.order) and _has_room(self, unit)
-
-
 def _gradients_by_functions() -> ExitStack:
     """`.grad` is read and set by functions of Python."""
     patches = ExitStack()
@@ -91,12 +81,14 @@ def _gradients_by_functions() -> ExitStack:
     return patches
 
 
-MUTANTS = {
-    "all units are asked": Mutant(
-        "Each gather of a unit looks at all others",
-        lambda: mock.patch.object(GatherPipeline, "_has_room", _looks_at_all),
-        "growing",
-    ),
+MUTANTS = of_slips(
+    r"""
+    all units are asked: Each gather of a unit looks at all others
+        fsdp.runtime.gather.GatherPipeline._has_room: return not
+            => sum(map(self.is_whole, self.order))\n    return not
+        growing
+    """
+) | {
     "gradients by functions": Mutant(
         "`.grad` of each parameter is read and set by functions of Python",
         _gradients_by_functions,

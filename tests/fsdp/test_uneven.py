@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
@@ -15,13 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from harness.fsdp import ShardedModel, fully_shard, fully_shard_optimizer
-from harness.fsdp.runtime import gradient_sync
-from harness.fsdp.runtime.reduce import ReducePipeline
-from harness.fsdp.runtime.step import Progress
 from tests.fsdp import pairs
-from tests.fsdp.checked import Mutant, each_is_found, patched
+from tests.fsdp.checked import each_is_found, of_slips
 from tests.fsdp.pairs import STRATEGIES
-from tests.support.mutants import Slip
 from tests.support.spawn import run_ranks
 
 LIMIT_S = 1.0
@@ -183,62 +178,30 @@ def test_microbatches_that_are_uneven_inside_no_sync_are_right_or_told() -> None
     assert "" not in [told["optim_grads_params"] for told in found]
 
 
-UNCOUNTED = Slip(
-    gradient_sync,
-    "_read",
-    "progress.number * comm.size for each",
-    "each // _UPDATE for each",
-    "Two steps are summed",
-)
-
-
-BACKWARDS_UNCOUNTED = Slip(
-    Progress,
-    "number",
-    "+ self.backwards % 2**10",
-    "",
-    "A third microbatch inside no_sync() under ZeRO-3 is summed with one of the other rank's next step",
-)
-
-
-_mark_ready = ReducePipeline.mark_ready
-
-
-def _first_come(self: ReducePipeline, unit: Any) -> None:
-    self.order.remove(unit)
-    self.order.insert(self._issued, unit)
-    _mark_ready(self, unit)
-
-
-def _ends_otherwise(rank: int, case: tuple[str, str]) -> str:
-    told = train(rank, *case)
+def _ends_otherwise(rank: int, words: str) -> str:
+    told = train(rank, *words.split(", "))
     return "" if told.startswith("StepError") else told
 
 
-def _nobody_counts(rank: int, case: tuple[str, str]) -> str:
+def _nobody_counts(rank: int, strategy: str) -> str:
     told: list[str] = [""] * 2
-    dist.all_gather_object(told, train(rank, *case))
+    dist.all_gather_object(told, train(rank, INSIDE, strategy))
     return "" if any(each.startswith("StepError") for each in told) else f"{told}"
 
 
-MUTANTS = {
-    "steps uncounted": Mutant(
-        UNCOUNTED.breaks,
-        lambda: patched(gradient_sync, "_read", UNCOUNTED.made())(),
-        _ends_otherwise,
-        ("one more backward", "no_shard"),
-    ),
-    "backwards uncounted": Mutant(
-        BACKWARDS_UNCOUNTED.breaks,
-        lambda: patched(Progress, "number", property(BACKWARDS_UNCOUNTED.made()))(),
-        _nobody_counts,
-        (INSIDE, "optim_grads_params"),
-    ),
-    "first come": Mutant(
-        "A unit is reduced when its gradients are ready, not when its turn comes",
-        patched(ReducePipeline, "mark_ready", _first_come),
-        _ends_otherwise,
-        ("another order", "optim_grads"),
-    ),
-}
+CHECKS = {"ends otherwise": _ends_otherwise, "nobody counts": _nobody_counts}
+MUTANTS = of_slips(
+    r"""
+    steps uncounted: Two steps are summed
+        fsdp.runtime.gradient_sync._read: progress.number * comm.size for each => each // _UPDATE for each
+        ends otherwise / one more backward, no_shard
+    backwards uncounted: A third microbatch inside no_sync() is summed with one of the other rank's next step
+        fsdp.runtime.step.Progress.number: + self.backwards % 2**10 =>
+        nobody counts / optim_grads_params
+    first come: A unit is reduced when its gradients are ready, not when its turn comes
+        fsdp.runtime.reduce.ReducePipeline.mark_ready: self._ready.add(unit.name)
+            => self.order.insert(self._issued, self.order.pop(self.order.index(unit)))\n    self._ready.add(unit.name)
+        ends otherwise / another order, optim_grads
+    """
+)
 test_a_mutant_is_found = each_is_found(__name__, MUTANTS, "Deadlocks")

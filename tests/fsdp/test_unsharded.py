@@ -15,11 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from harness.fsdp import MixedPrecisionPolicy, ShardedModel, fully_shard
-from harness.fsdp.storage.at_rest import ShardedParameters
-from harness.fsdp.storage.param_group import ParamGroup
-from harness.fsdp.storage.parameter_access import ParameterViews
 from harness.shm.transfer import Transport
-from tests.fsdp.checked import RANKS, ZERO3, Mutant, each_holds, each_is_found, of_slips, patched, said
+from tests.fsdp.checked import RANKS, ZERO3, each_holds, each_is_found, of_slips, said
 from tests.fsdp.pairs import PAIRS, STRATEGIES, arguments_of
 from tests.support.spawn import run_ranks
 
@@ -368,39 +365,27 @@ MUTANTS = of_slips(
         edited fp32
     not installed: What ranks have edited stays what each has made of its copy
         fsdp.runtime.weights.Weights.unsharded: self.install() => pass
-        of_owners
-        optim
+        of_owners / optim
     readers forgotten: Weights are edited while other ranks still read them where they are
         fsdp.runtime.gather.GatherPipeline.wait_for_peers: group.settle() => pass
-        in_turn
-        optim
+        in_turn / optim
     lost after a forward: The next forward overwrites edits of weights that stayed unsharded
         fsdp.storage.edits.refuse_lost: if edited: => if False:
         after a forward
     all units: unsharded() of a part makes the whole model whole
         fsdp.runtime.weights.Weights._units_of: if wanted is None: => if True:
         in_parts
+    counters unread: Edits of main weights that are computed with are not looked for
+        fsdp.storage.parameter_access.ParameterViews.edited: lambda self: []
+        of_owners / optim
+    data leaves no trace: Edits through `data` of main weights that are computed with are not counted
+        fsdp.storage.at_rest.ShardedParameters.count_edits: lambda self: None
+        of_owners / optim
+    edits uncounted: Edits of sharded parameters do not reach compute weights that are kept
+        fsdp.storage.param_group.ParamGroup.is_stale: False
+        outside / optim
     """
-) | {
-    "counters unread": Mutant(
-        "Edits of main weights that are computed with are not looked for",
-        patched(ParameterViews, "edited", lambda self: []),
-        "of_owners",
-        "optim",
-    ),
-    "data leaves no trace": Mutant(
-        "Edits through `data` of main weights that are computed with are not counted",
-        patched(ShardedParameters, "count_edits", lambda self: None),
-        "of_owners",
-        "optim",
-    ),
-    "edits uncounted": Mutant(
-        "Edits of sharded parameters do not reach compute weights that are kept",
-        patched(ParamGroup, "is_stale", False),
-        "outside",
-        "optim",
-    ),
-}
+)
 
 
 test_a_wrong_engine_is_found = each_is_found(__name__, MUTANTS, "The engine, by what programs edit")

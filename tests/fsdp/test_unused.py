@@ -10,12 +10,9 @@ import itertools
 
 import pytest
 import torch
-from torch import Tensor
 
 from harness.fsdp import MixedPrecisionPolicy
-from harness.fsdp.runtime.gradient_sync import Usage
-from harness.fsdp.storage.gradients import Gradients
-from tests.fsdp.checked import Mutant, each_is_found, patched
+from tests.fsdp.checked import each_is_found, of_slips
 from tests.fsdp.pairs import PAIRS, Pair
 from tests.fsdp.unused import (
     OPTIMIZERS,
@@ -30,7 +27,6 @@ from tests.fsdp.unused import (
     sharded,
 )
 from tests.support.covering import Cover
-from tests.support.mutants import Slip
 
 ADAMW = "adamw"
 TRIALS = Cover(
@@ -95,34 +91,23 @@ def test_in_every_buffer_and_format(trial: Trial) -> None:
 
 # -- mutants -----------------------------------------------------------------------------------------------------------
 
-_forget = Gradients.take
-OWN_ALONE = Slip(Usage, "_count", "_read(comm, pending, sent[len(sent) - len(had) :], progress)", "had")
-
-
-def _forgetful(self: Gradients) -> Tensor:
-    taken = _forget(self)
-    self.arrived = set()
-    return taken
-
-
-MUTANTS = {
-    "zeros for all": Mutant(
-        "A parameter that no rank used is updated as if its gradient were zero",
-        patched(Usage, "find", return_value=0),
-        differences,
-        Trial(PAIRS[0], ADAMW),
-    ),
-    "one rank decides": Mutant(
-        "What this rank did not use counts as used by none",
-        lambda: patched(Usage, "_count", OWN_ALONE.made())(),
-        differences,
-        Trial(Pair("optim_grads", ""), ADAMW),
-    ),
-    "the last microbatch decides": Mutant(
-        "A parameter is used if the last microbatch used it",
-        patched(Gradients, "take", _forgetful),
-        differences,
-        Trial(Pair("optim_grads", ""), ADAMW, 2, more=(("numerics", "ordered"),)),
-    ),
+TRIALS = {
+    "no_shard": Trial(PAIRS[0], ADAMW),
+    "optim_grads": Trial(Pair("optim_grads", ""), ADAMW),
+    "ordered": Trial(Pair("optim_grads", ""), ADAMW, 2, more=(("numerics", "ordered"),)),
 }
+CHECKS = {"differences": lambda rank, trial: differences(rank, TRIALS[trial])}
+MUTANTS = of_slips(
+    r"""
+    zeros for all: A parameter that no rank used is updated as if its gradient were zero
+        fsdp.runtime.gradient_sync.Usage.find: lambda *_: 0
+        differences / no_shard
+    one rank decides: What this rank did not use counts as used by none
+        fsdp.runtime.gradient_sync.Usage._count: _read(comm, pending, sent[len(sent) - len(had) :], progress) => had
+        differences / optim_grads
+    the last microbatch decides: A parameter is used if the last microbatch used it
+        fsdp.storage.gradients.Gradients.take: return bucket => self.arrived = set()\n    return bucket
+        differences / ordered
+    """
+)
 test_a_mutant_is_found = each_is_found(__name__, MUTANTS, "The engine, by what it leaves alone")

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
-from unittest import mock
 
 import pytest
 from torch import Tensor
 
-from harness.fsdp import state as states
 from harness.fsdp.storage import dtensors
 from harness.fsdp.storage.layout import LocalSlice, Slot
-from harness.fsdp.storage.param_group import ParamGroup
 from tests.support.layouts import SINGLE, Cell, Layout, read_all, write_all, write_reference
-from tests.support.mutants import each
+from tests.support.mutants import Slip, each, slips
 from tests.support.spawn import run_ranks
 
 Saved = tuple[Path, dict[str, Tensor]]
@@ -30,21 +26,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
 
 
 TARGET = Layout("native", "optim", 3)
-MUTANTS: dict[str, tuple[Any, str, Any]] = {
-    "counters kept": (states, "optimizer_entries", lambda *args: _copies_of_counters(*args)),
-    "weights not installed": (ParamGroup, "is_stale", False),
-    "first moments alone": (states, "optimizer_entries", lambda *args: _first_moments(*args)),
-    "rows of the neighbour": (dtensors, "_rows", lambda slot, local: _swapped(slot, local)),
-}
-_ROWS, _ENTRIES = dtensors._rows, states.optimizer_entries
-
-
-def _first_moments(*args: Any) -> dict[str, Tensor]:
-    return {key: value for key, value in _ENTRIES(*args).items() if not key.endswith("exp_avg_sq")}
-
-
-def _copies_of_counters(*args: Any) -> dict[str, Tensor]:
-    return {key: value if value.dim() else value.clone() for key, value in _ENTRIES(*args).items()}
+_ROWS = dtensors._rows
 
 
 def _swapped(slot: Slot, local: LocalSlice) -> tuple[int, int]:
@@ -54,9 +36,24 @@ def _swapped(slot: Slot, local: LocalSlice) -> tuple[int, int]:
     return (rows - end, rows - begin) if len(slot.spec.shape) == 2 and begin < end else (begin, end)
 
 
+MUTANTS = slips(
+    """
+    counters kept: Counters of steps are copied, and a load leaves them as they are
+        fsdp.state.optimizer_entries: value.detach() => value.detach() if value.dim() else value.clone()
+    weights not installed: Loaded weights do not reach compute weights that are kept
+        fsdp.storage.param_group.ParamGroup.is_stale: False
+    first moments alone: Second moments are not loaded
+        fsdp.state.optimizer_entries: held.items(): => [(e, v) for e, v in held.items() if e != "exp_avg_sq"]:
+    """
+) | {
+    "rows of the neighbour": Slip(
+        dtensors, "_rows", "", lambda _: _swapped, "Rows of a matrix are numbered from its end"
+    )
+}
+
+
 def loaded_by_a_mutant(rank: int, root: Path, how: str, after: dict[str, Tensor]) -> list[Cell]:
-    owner, name, wrong = MUTANTS[how]
-    with mock.patch.object(owner, name, wrong):
+    with MUTANTS[how].patched():
         try:
             return [*read_all(rank, root, [(TARGET, [SINGLE])], after)]
         except ValueError as error:
@@ -65,7 +62,7 @@ def loaded_by_a_mutant(rank: int, root: Path, how: str, after: dict[str, Tensor]
             return []
 
 
-@pytest.mark.parametrize("how", each("The engine, by saved state", ((name, f"loading: {name}") for name in MUTANTS)))
+@pytest.mark.parametrize("how", each("The engine, by saved state", MUTANTS))
 def test_an_engine_that_loads_wrongly_is_caught(saved: Saved, how: str) -> None:
     root, after = saved
     cells = run_ranks(loaded_by_a_mutant, 3, root, how, after)
