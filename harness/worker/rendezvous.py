@@ -6,7 +6,9 @@ docs/security.md says who is believed.
 from __future__ import annotations
 
 import os
+import re
 import socket
+import subprocess
 import time
 from collections.abc import Mapping
 from datetime import timedelta
@@ -37,7 +39,7 @@ def meet(
     elif place.launcher == "torchrun":
         (store, _, _), host = next(rendezvous("env://", timeout=limit)), environment["MASTER_ADDR"]
     elif place.rank == 0:
-        host = socket.gethostbyname(socket.gethostname())
+        host = _own_address(environment)
         # the others cannot come before the port is published
         store = served = TCPStore(host, 0, place.world_size, is_master=True, timeout=limit, wait_for_workers=False)
         write_json(path, {"host": host, "port": served.port})
@@ -47,6 +49,18 @@ def meet(
         store = TCPStore(host, found["port"], place.world_size, is_master=False, timeout=limit)
     store.set_timeout(limit)
     return store, host
+
+
+def _own_address(environment: Mapping[str, str]) -> str:
+    """Address that SLURM has of this node; a node's own name may lead to its loopback (Debian's 127.0.1.1)."""
+    node = environment.get("SLURMD_NODENAME", "")
+    command = ["scontrol", "--oneliner", "show", "node", node]
+    try:
+        told = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False).stdout if node else ""
+    except (OSError, subprocess.TimeoutExpired):
+        told = ""
+    found = re.search(r"\bNodeAddr=(\S+)", told)
+    return socket.gethostbyname(found[1] if found else socket.gethostname())
 
 
 def _await_address(path: Path, place: RankPlace, timeout_s: float) -> dict[str, Any]:

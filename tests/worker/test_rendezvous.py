@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -50,6 +51,19 @@ def test_all_ranks_share_a_store_of_their_own_kind(launcher, environment, kind, 
     assert len(set(hosts)) == 1
     assert (hosts[0] == "127.0.0.1") or kind == "TCPStore"
     assert {type(store).__name__ for store in stores} == {kind}
+
+
+@pytest.mark.parametrize(
+    ("told", "host"), [("NodeName=n1 NodeAddr=127.0.0.9 State=IDLE", "127.0.0.9"), ("", "127.0.1.1")]
+)
+def test_slurm_tells_the_address_of_a_node_whose_name_leads_to_its_loopback(told, host, tmp_path, monkeypatch):
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text(f"#!/bin/sh\necho '{told}'\n")
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1" if name == socket.gethostname() else name)
+    environment = {"SLURM_STEP_NUM_NODES": "3", "SLURMD_NODENAME": "n1"}
+    assert {each for _, each in met(tmp_path, "slurm", environment)} == {host}
 
 
 def test_ranks_of_torchrun_on_several_hosts_meet_in_its_store(tmp_path, monkeypatch):
