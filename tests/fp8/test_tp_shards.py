@@ -11,14 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from harness.fp8 import linear, tp_shards
+from harness.fp8 import linear
 from harness.fp8.linear import Fp8Linear
 from harness.fp8.recipes import RECIPES
 from tests.fp8.test_linear import dequantized
-from tests.support.mutants import each, kills
+from tests.support.mutants import each, kills, slips
 from tests.support.spawn import run_ranks
 
 TOKENS, IN, OUT = 24, 256, 512
@@ -26,26 +25,16 @@ TOKENS, IN, OUT = 24, 256, 512
 STYLES: dict[str, Callable[[], Any]] = {"rows": ColwiseParallel, "columns": lambda: RowwiseParallel()}
 CLOSE = 1e-5
 """Relative to the largest: fp32 sums in another order."""
-MULTIPLYING: dict[str, tuple[str, Any, str, Any]] = {
-    "bias-of-each": (
-        "Every tensor-parallel rank adds the bias to its term of the sum",
-        linear,
-        "adds_bias",
-        lambda weight: True,
-    ),
-    "a-term-for-all": (
-        "A term of the gradient of x, or of y, is taken for the sum",
-        tp_shards,
-        "Partial",
-        Replicate,
-    ),
-    "each-its-own-scale": (
-        "A layer that quantizes its weight itself takes the amax of the TP shard it has",
-        linear,
-        "take_largest",
-        lambda amax, weight: amax,
-    ),
-}
+MULTIPLYING = slips(
+    """
+    bias-of-each: Every tensor-parallel rank adds the bias to its term of the sum
+        fp8.linear.adds_bias: lambda weight: True
+    a-term-for-all: A term of the gradient of x, or of y, is taken for the sum
+        fp8.tp_shards.Partial: Replicate
+    each-its-own-scale: A layer that quantizes its weight itself takes the amax of the TP shard it has
+        fp8.linear.take_largest: lambda amax, weight: amax
+    """
+)
 
 
 def _cut(holder: nn.Module, style: str) -> None:
@@ -117,8 +106,8 @@ def _on_two(rank: int) -> dict[str, Any]:
     }
     with mock.patch.object(linear._CutWeight, "unedited", lambda self: self._weight):
         found["edits-unseen"] = [_edited(rank, style) for style in STYLES]
-    for name, (_, owner, attribute, wrong) in MULTIPLYING.items():
-        with mock.patch.object(owner, attribute, wrong):
+    for name, slip in MULTIPLYING.items():
+        with slip.patched():
             found[name] = [told for style in STYLES for told in _products(rank, "current", style)]
     return found
 
@@ -144,8 +133,6 @@ def test_a_mutant_that_sees_no_edit_is_found(told: list[dict[str, Any]]) -> None
     assert all(found["edits-unseen"] == ["", ""] for found in told)
 
 
-@pytest.mark.parametrize(
-    "name", each("FP8 weights, by tensor parallelism", ((n, m[0]) for n, m in MULTIPLYING.items()))
-)
+@pytest.mark.parametrize("name", each("FP8 weights, by tensor parallelism", MULTIPLYING))
 def test_a_mutant_of_products_is_found(name: str, told: list[dict[str, Any]]) -> None:
     assert any(found[name] for found in told)

@@ -18,8 +18,7 @@ from torch.profiler import profile
 
 from harness.fsdp import fully_shard
 from harness.fsdp.comm import events
-from harness.fsdp.runtime import weak_hooks
-from tests.fsdp.checked import Mutant, each_is_found, holds, patched
+from tests.fsdp.checked import each_is_found, holds, of_slips
 from tests.fsdp.pairs import STRATEGIES
 
 UNITS = ("0", "1", "2")
@@ -98,17 +97,19 @@ def test_nothing_is_marked_without_a_profiler(strategy: str) -> None:
     holds(__name__, strategy, "silent")
 
 
-MUTANTS = {
-    "no hook marked": Mutant(
-        "Hooks of units are not in a profile", patched(weak_hooks, "is_profiled", lambda: False), "marked"
-    ),
-    "no collective marked": Mutant(
-        "Collectives are not in a profile", patched(events, "is_profiled", lambda: False), "marked", "no_shard"
-    ),
-    "always marked": Mutant(
-        "Hooks are marked without a profiler", patched(weak_hooks, "is_profiled", lambda: True), "silent", "optim"
-    ),
-}
+MUTANTS = of_slips(
+    """
+    no hook marked: Hooks of units are not in a profile
+        fsdp.runtime.weak_hooks.WeakHook.__call__: if not is_profiled(): => if True:
+        marked
+    no collective marked: Collectives are not in a profile
+        fsdp.comm.events.begin.__enter__: marked(*self._label) if is_profiled() else None => None
+        marked / no_shard
+    always marked: Hooks are marked without a profiler
+        fsdp.runtime.weak_hooks.WeakHook.__call__: if not is_profiled(): => if False:
+        silent / optim
+    """
+)
 
 
 test_what_a_profile_lacks_is_found = each_is_found(__name__, MUTANTS, "Marks in a profile")

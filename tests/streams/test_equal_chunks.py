@@ -2,39 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 
-from harness.fsdp.comm.communicator import Evened
 from tests.streams.cases import Case
 from tests.streams.test_races import check
 from tests.streams.visits import run_all
-from tests.support.mutants import each
+from tests.support.mutants import each, slips
 from tests.support.spawn import run_ranks
 
 CASE = Case("no_shard", "no_shard", more="inner axis of three ranks", k=2)
 """Three ranks reduce-scatter and gather whole buckets."""
-MISTAKES: dict[str, tuple[str, Callable[[], Any]]] = {
-    "not copied in": (
-        "What is gathered into a longer buffer is not put there",
-        lambda: mock.patch.object(Evened, "copy_in"),
-    ),
-    "not copied back": (
-        "What came into a longer buffer stays there",
-        lambda: mock.patch.object(Evened, "copy_back"),
-    ),
-}
+MISTAKES = slips(
+    """
+    not copied in: What is gathered into a longer buffer is not put there
+        fsdp.comm.communicator.Evened.copy_in: if self.is_copy: => if False:
+    not copied back: What came into a longer buffer stays there
+        fsdp.comm.communicator.Evened.copy_back: if self.is_copy: => if False:
+    """
+)
 
 
 def _with_mistake(rank: int, name: str) -> Any:
-    with MISTAKES[name][1]():
+    with MISTAKES[name].patched():
         return run_all(rank, [CASE], False)
 
 
-@pytest.mark.parametrize("name", each("The engine where chunks differ", [(n, m[0]) for n, m in MISTAKES.items()]))
+@pytest.mark.parametrize("name", each("The engine where chunks differ", MISTAKES))
 def test_a_mistake_is_found(name: str) -> None:
     found = [of_rank[0] for of_rank in run_ranks(_with_mistake, CASE.world, name)]
     with pytest.raises(AssertionError, match=r"weight|sums|gradients"):

@@ -4,18 +4,12 @@ ever."""
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
-from unittest import mock
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from harness.fsdp.runtime.gather import GatherPipeline
-from harness.fsdp.runtime.reduce import ReducePipeline
-from harness.fsdp.runtime.units import Unit
 from tests.fsdp import pairs
 from tests.streams import meetings
 from tests.streams.cases import POLICIES, Case
@@ -24,7 +18,7 @@ from tests.streams.meetings import Rank
 from tests.streams.programs import STEPS, groups_of, restart_streams, shard
 from tests.streams.recorder import Recorder, believing_in, recording
 from tests.support.covering import once
-from tests.support.mutants import Slip, each
+from tests.support.mutants import each, slips
 from tests.support.spawn import run_ranks
 
 BLOCKS = 6
@@ -86,7 +80,7 @@ ALIKE = Case("optim_grads_params", more="one communicator")
 
 
 def record_all(rank: int, cases: list[Case], wrong: str = "") -> list[Rank]:
-    with MISTAKES[wrong][1]() if wrong else nullcontext():
+    with MISTAKES[wrong][0].patched() if wrong else nullcontext():
         return [record(rank, case) for case in cases]
 
 
@@ -111,32 +105,20 @@ def test_with_one_communicator_they_do_not() -> None:
     assert any("all_gather" in each and "reduce_scatter" in each for each in meetings.found(recorded()[ALIKE]))
 
 
-def reduced_at_once(self: ReducePipeline, unit: Unit) -> None:
-    self._ready.add(unit.name)
-    self.order.remove(unit)
-    self.order.insert(self._issued, unit)
-    self._issue(unit)
+MISTAKES = slips(
+    r"""
+    gathers left out: A unit that a rank does not use is not gathered there
+        fsdp.runtime.gather.GatherPipeline._take_turns: self._start_unshard(unit) => ...
+        all_gather
+    reductions out of turn: A unit is reduced when this rank is done with it, whatever is to be reduced before it
+        fsdp.runtime.reduce.ReducePipeline.mark_ready: self._ready.add(unit.name)
+            => self.order.insert(self._issued, self.order.pop(self.order.index(unit)))\n    self._ready.add(unit.name)
+        reduce_scatter
+    """
+)
 
 
-MISTAKES: dict[str, tuple[str, Callable[[], AbstractContextManager[Any]], str]] = {
-    "gathers left out": (
-        "A unit that a rank does not use is not gathered there",
-        lambda: mock.patch.object(
-            GatherPipeline,
-            "_take_turns",
-            Slip(GatherPipeline, "_take_turns", "self._start_unshard(unit)", "...").made(),
-        ),
-        "all_gather",
-    ),
-    "reductions out of turn": (
-        "A unit is reduced when this rank is done with it, whatever is to be reduced before it",
-        lambda: mock.patch.object(ReducePipeline, "mark_ready", reduced_at_once),
-        "reduce_scatter",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", each("The engine where ranks meet", [(n, m[0]) for n, m in MISTAKES.items()]))
+@pytest.mark.parametrize("name", each("The engine where ranks meet", MISTAKES))
 def test_a_mistake_is_found(name: str) -> None:
     ranks = [of_rank[0] for of_rank in run_ranks(record_all, CASES[0].world, [CASES[0]], name)]
-    assert any(MISTAKES[name][2] in told for told in meetings.found(ranks))
+    assert any(MISTAKES[name][1] in told for told in meetings.found(ranks))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +17,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils._pytree import tree_map_only
 
-from harness.fsdp import MixedPrecisionPolicy, fully_shard, tensor_parallel
-from tests.fsdp.checked import Mutant, each_holds, each_is_found
+from harness.fsdp import MixedPrecisionPolicy, fully_shard
+from tests.fsdp.checked import each_holds, each_is_found, of_slips
 from tests.fsdp.tensor_parallel.test_state import differing, stepped
 from tests.fsdp.tensor_parallel.training import Case, Shape, loss_of, mesh_of, rows_of, sharded, whole_of
 
@@ -160,14 +159,13 @@ CHECKS = {
     "torch's helpers": helped,
     "gradients kept": kept,
 }
-MUTANTS = {
-    "begins elsewhere": Mutant(
-        "A DTensor says that it begins elsewhere than the tensor inside it, which torch.compile takes for a storage of"
-        " another device",
-        lambda: mock.patch.object(tensor_parallel, "put_data"),
-        "compiled",
-    ),
-}
+MUTANTS = of_slips(
+    """
+    begins elsewhere: torch.compile takes the place where a DTensor says that it begins for a storage of another device
+        fsdp.tensor_parallel.put_data: lambda *_: None
+        compiled
+    """
+)
 
 
 test_it_holds = each_holds(__name__, CHECKS)
