@@ -15,9 +15,8 @@ from typing import Any
 import pytest
 
 from harness.parity import Outcome, Verdict, compare
-from harness.parity.telling import wording
 from harness.revisions import Snapshot
-from harness.store import checksums, provenance, rundir, status
+from harness.store import checksums, provenance, status
 from harness.store.rank_place import RankPlace
 from harness.store.rundir import RunDir, Store
 from harness.store.status import State
@@ -25,7 +24,7 @@ from harness.worker.report import Reporter
 from tests.cli.damages import DAMAGES, SILENT, flip, flip_letter
 from tests.cli.readers import READERS
 from tests.parity.edits import edit_json
-from tests.support.mutants import Slip, each, finds
+from tests.support.mutants import each, finds, slips
 from tests.support.programs import run_program
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -298,33 +297,32 @@ def _next_command(run: Path) -> bool:
     return again.endswith("launch.rerun=always") and shown == ["show", "show"]
 
 
-LIFE: dict[str, tuple[Callable[[Path], bool], Slip]] = {
-    "no list at an end": (_ended, Slip(Reporter, "ended", ", checksums=checksums.write(self.run)", "", "Nobody lists")),
-    "a list while it runs": (
-        _runs_again,
-        Slip(
-            status, "write", 'replace(status, checksums="") if status.state in RESTARTS else status', "status", "Kept"
-        ),
-    ),
-    "signed in secret": (_signed, Slip(Snapshot, "_sign", "checksums.renew(run)", "pass", "A signature is damage")),
-    "asked for again": (
-        _next_command,
-        Slip(wording, "_renewed", "if any(", "if False and any(", "What cannot say what it is is asked for again"),
-    ),
-    "left behind": (
-        _starts_over,
-        Slip(rundir, "RECORD", "", lambda names: names[:-1], "A run that starts over keeps the list of what it was"),
-    ),
-}
+LIFE = slips("""
+    no list at an end: Nobody lists
+        worker.report.Reporter.ended: , checksums=checksums.write(self.run) =>
+        _ended
+    a list while it runs: Kept
+        store.status.write: replace(status, checksums="") if status.state in RESTARTS else status => status
+        _runs_again
+    signed in secret: A signature is damage
+        revisions.Snapshot._sign: checksums.renew(run) => pass
+        _signed
+    asked for again: What cannot say what it is is asked for again
+        parity.telling.wording._renewed: if any( => if False and any(
+        _next_command
+    left behind: A run that starts over keeps the list of what it was
+        store.rundir.RECORD: was[:-1]
+        _starts_over
+""")
 
 
 @pytest.mark.parametrize("name", LIFE)
 def test_the_list_is_that_of_the_last_end(name: str, copy: Path) -> None:
-    assert LIFE[name][0](copy)
+    assert globals()[LIFE[name][1]](copy)
 
 
-@pytest.mark.parametrize("name", each(AREA, [(name, slip.breaks) for name, (_, slip) in LIFE.items()]))
+@pytest.mark.parametrize("name", each(AREA, LIFE))
 def test_another_list_is_noticed(name: str, copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    holds, slip = LIFE[name]
+    slip, holds = LIFE[name]
     slip.put(monkeypatch)
-    assert not holds(copy)
+    assert not globals()[holds](copy)

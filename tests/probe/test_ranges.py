@@ -6,14 +6,13 @@ import itertools
 import math
 from collections.abc import Iterator
 
-import pytest
 import torch
 from torch import Tensor
 
 from harness.probe.step_checks import pieces as module
 from harness.probe.step_checks.pieces import Piece, own_places, portions
 from harness.probe.step_checks.sketch import Place, Signs
-from tests.support.mutants import each, slips
+from tests.support.mutants import finds
 
 SHAPES = ((7, 6), (5, 4, 3), (11,), (1, 40), (9, 1), ())
 CUTS = ((), (1,), (5,), (6,), (7,), (4, 9), (2, 3, 10))
@@ -63,29 +62,24 @@ def wrong_copies() -> Iterator[str]:
         yield "what copies look at has another sketch"
 
 
-MUTANTS = slips(
-    """
-    a range begins with a row: The end of a row has the signs of its begin
-        probe.step_checks.pieces.blocks_of: (left, width)) => (0, width - left))
-    rows one on: A range that begins with a row has the signs of the next
-        probe.step_checks.pieces.blocks_of: top + bool(left), bottom => top + 1, bottom + (not left)
-    elements from the begin of the tensor: A range's element is looked up where the tensor's lies
-        probe.step_checks.sketch.Place.index: (row - top) * => row *
-    all copies look at all: What copies hold counts several times
-        probe.step_checks.pieces.Block.share: (bottom - top) * each // parts => (bottom - top) * (each > part)
-    """
-)
-
-
 def test_ranges_of_any_cut_add_up_to_the_whole() -> None:
     assert list(wrong()) == []
 
 
-@pytest.mark.parametrize("name", each("The comparator: sketches", MUTANTS))
-def test_a_mutant_is_noticed(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    MUTANTS[name].put(monkeypatch)
-    try:
-        survives = not any(wrong())
-    except (RuntimeError, ValueError, IndexError):
-        survives = False
-    assert not survives, f"{name} survives"
+test_a_mutant_is_found = finds(
+    "The comparator: sketches",
+    wrong="""
+        a range begins with a row: The end of a row has the signs of its begin
+            probe.step_checks.pieces.blocks_of: (left, width)) => (0, width - left))
+        rows one on: A range that begins with a row has the signs of the next
+            probe.step_checks.pieces.blocks_of: top + bool(left), bottom => top + 1, bottom + (not left)
+            ()
+            ^RuntimeError
+        elements from the begin of the tensor: A range's element is looked up where the tensor's lies
+            probe.step_checks.sketch.Place.index: (row - top) * => row *
+            ()
+            ^IndexError
+        all copies look at all: What copies hold counts several times
+            probe.step_checks.pieces.Block.share: (bottom - top) * each // parts => (bottom - top) * (each > part)
+    """,
+)

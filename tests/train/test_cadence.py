@@ -10,12 +10,11 @@ import pytest
 
 from harness.parity.compare import compare
 from harness.parity.outcome import Outcome
-from harness.parity.telling import wording
 from harness.probe.step_checks import cadence
 from harness.probe.step_checks.cadence import ALLOWED_S, FIRST, Cadence
 from harness.store import check_stream
 from harness.store.rundir import RunDir, Store, read_summary
-from tests.support.mutants import Slip, each, kills, slips
+from tests.support.mutants import finds
 from tests.support.programs import run_program
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -69,29 +68,6 @@ def wrong_cadences() -> Iterator[str]:
 
 def test_what_checks_cost_is_bounded() -> None:
     assert list(wrong_cadences()) == []
-
-
-MUTANTS = slips(
-    """
-    training alone: Steps that are worked out again count as training, and make room for more
-        probe.step_checks.cadence.Cadence._chosen: - self._apart_s => - 0.0
-    all of the budget twice: What was spent on looking is not taken from what is left
-        probe.step_checks.cadence.Cadence._chosen: 2 * self._share * training_s - self.looking_s
-            => 2 * self._share * training_s
-    every step alone: No two steps in a row are looked at
-        probe.step_checks.cadence.Cadence.looks: step % self.every < 2 => step % self.every == 0
-    captured ones too: A step that is captured or worked out again is left out
-        probe.step_checks.cadence.Cadence.looks: or step in self._always => or False
-    no allowance: Short runs are not looked at in every step
-        probe.step_checks.cadence.Cadence._chosen: ALLOWED_S if self._share else 0.0 => 0.0
-    """
-)
-
-
-@pytest.mark.parametrize("name", each("Checks of every step: cadence", MUTANTS))
-def test_a_mutant_is_noticed(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    MUTANTS[name].put(monkeypatch)
-    assert any(wrong_cadences()), f"{name} survives"
 
 
 STEPS, BEGINS = 24, 12
@@ -150,10 +126,25 @@ def test_a_fault_among_steps_left_out_is_said_to_have_begun_there(runs: dict[str
     assert "; begun after step 9, the last one looked at, and right, before it" in verdict.sentence
 
 
-@kills(
-    "Checks of every step: cadence", "a fault begins where it is seen", "Steps left out before a finding are not named"
+test_a_mutant_is_found = finds(
+    "Checks of every step: cadence",
+    wrong_cadences="""
+        training alone: Steps that are worked out again count as training, and make room for more
+            probe.step_checks.cadence.Cadence._chosen: - self._apart_s => - 0.0
+        all of the budget twice: What was spent on looking is not taken from what is left
+            probe.step_checks.cadence.Cadence._chosen: 2 * self._share * training_s - self.looking_s
+                => 2 * self._share * training_s
+        every step alone: No two steps in a row are looked at
+            probe.step_checks.cadence.Cadence.looks: step % self.every < 2 => step % self.every == 0
+        captured ones too: A step that is captured or worked out again is left out
+            probe.step_checks.cadence.Cadence.looks: or step in self._always => or False
+        no allowance: Short runs are not looked at in every step
+            probe.step_checks.cadence.Cadence._chosen: ALLOWED_S if self._share else 0.0 => 0.0
+    """,
+    test_a_fault_among_steps_left_out_is_said_to_have_begun_there="""
+        a fault begins where it is seen: Steps left out before a finding are not named
+            parity.telling.wording._since: right is None => first.check != LOOKS[RECOMPUTED].check
+            ()
+            begun after step 9
+    """,
 )
-def test_an_onset_that_is_not_stated_is_noticed(runs: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    Slip(wording, "_since", "right is None", "first.check != LOOKS[RECOMPUTED].check", "").put(monkeypatch)
-    with pytest.raises(AssertionError, match="begun after step 9"):
-        test_a_fault_among_steps_left_out_is_said_to_have_begun_there(runs)
