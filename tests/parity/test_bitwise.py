@@ -68,6 +68,7 @@ TIERS = [
     ("T1", {"numerics": "ordered", "strategy": "optim_grads"}, {"numerics": "ordered"}, "before microbatches"),
     ("T2", {"numerics": "ordered", "strategy": "optim"}, {"numerics": "ordered"}, "with k = 2"),
     ("T2", {"numerics": "ordered", "ranks": 4, "k": 1}, {"numerics": "ordered", "ranks": 2, "k": 1}, "world_size"),
+    ("T2", {"numerics": "ordered", "ranks": 4, "k": 1}, {"numerics": "ordered", "ranks": 2, "k": 2}, "world_size"),
     ("T2", {"numerics": "ordered", "wire": "bf16"}, {"numerics": "ordered"}, "dtype.grad_comm"),
     ("T2", {"numerics": "ordered", "engine": "single"}, {"numerics": "ordered"}, "engine.name"),
     (
