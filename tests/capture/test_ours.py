@@ -14,7 +14,7 @@ from harness.capture import watch
 from harness.config.derived import lr_at
 from harness.config.schema import Config
 from harness.data.loader import Loader
-from harness.engines.protocol import Ranks
+from harness.engines.protocol import Microbatch, Ranks
 from harness.models.workload import workload_for
 from harness.parity.compare import compare
 from harness.parity.outcome import Outcome, Stage
@@ -54,7 +54,7 @@ def theirs(rank: int, path: Path, clips: bool, fault: bool, seed: int) -> None:
     with watch(model, optimizer, path, share=1.0) as run:
         for step in range(1, STEPS + 1):
             (batch,) = loader.batch(step)
-            batch = type(batch)(*(torch.as_tensor(each) for each in batch))
+            batch = Microbatch(*(torch.as_tensor(each) for each in batch))
             loss = workload.loss(model, batch)
             loss.backward()
             if fault and step == FAULT_AT:
