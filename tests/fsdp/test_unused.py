@@ -91,12 +91,12 @@ def test_in_every_buffer_and_format(trial: Trial) -> None:
 
 # -- mutants -----------------------------------------------------------------------------------------------------------
 
-TRIALS = {
+SPOILT = {
     "no_shard": Trial(PAIRS[0], ADAMW),
     "optim_grads": Trial(Pair("optim_grads", ""), ADAMW),
     "ordered": Trial(Pair("optim_grads", ""), ADAMW, 2, more=(("numerics", "ordered"),)),
 }
-CHECKS = {"differences": lambda rank, trial: differences(rank, TRIALS[trial])}
+CHECKS = {"differences": lambda rank, trial: differences(rank, SPOILT[trial])}
 MUTANTS = of_slips(
     r"""
     zeros for all: A parameter that no rank used is updated as if its gradient were zero

@@ -171,7 +171,7 @@ def test_bytes_follow_the_formula(case: Case) -> None:
 
 # -- mistakes ----------------------------------------------------------------------------------------------------------
 
-CASES = {"split": Case(3), "tensor": Case(2, tp=2, maker="one"), "square": Case(2, shapes=((64, 64),) * 3)}
+SPOILT = {"split": Case(3), "tensor": Case(2, tp=2, maker="one"), "square": Case(2, shapes=((64, 64),) * 3)}
 """Others are a maker's."""
 TABLE = slips(
     """
@@ -221,7 +221,7 @@ TABLE = slips(
         tensor
     """
 )
-MISTAKES = {name: (slip, CASES.get(case) or Case(2, maker=case)) for name, (slip, case) in TABLE.items()}
+MISTAKES = {name: (slip, SPOILT.get(case) or Case(2, maker=case)) for name, (slip, case) in TABLE.items()}
 
 
 def slipped(rank: int, name: str, case: Case) -> list[str]:
