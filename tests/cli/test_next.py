@@ -244,7 +244,7 @@ test_a_mutant_is_found = finds(
         next: without overrides: A study is asked for again without its cluster=
             store.study.asked: record.get("request", ()) => ()
             ()
-            run.py -m
+            assert not
         next: in another folder: A study's file is looked for where the verb is typed
             config.words.ask_again: if os.path.isdir(folder) => if False
             ()
