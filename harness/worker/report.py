@@ -91,7 +91,7 @@ class Reporter:
     @contextlib.contextmanager
     def relaying(self, logger: str) -> Iterator[None]:
         handler = logging.Handler(logging.WARNING)
-        handler.emit = lambda record: self.warn(record.getMessage())  # type: ignore[method-assign]
+        handler.emit = lambda record: self.warn(record.getMessage())  # type: ignore[method-assign] # instead of a subclass
         logging.getLogger(logger).addHandler(handler)
         try:
             yield
