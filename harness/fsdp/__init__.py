@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from harness.fsdp.policy import Dtypes as Dtypes, MixedPrecisionPolicy as MixedPrecisionPolicy
     from harness.fsdp.ragged.tensor import RaggedTensor as RaggedTensor
     from harness.fsdp.runtime.step import StepError as StepError
-    from harness.fsdp.state import StateMismatch as StateMismatch
     from harness.fsdp.storage.placement import Placements as Placements
     from harness.fsdp.tensor_parallel import TpShard as TpShard, UnknownPlan as UnknownPlan
     from harness.fsdp.update.norms import sum_of_squares as sum_of_squares
@@ -64,7 +63,6 @@ _EXPORTS = {
     "options": "OPTIONS Options",
     "policy": "Dtypes MixedPrecisionPolicy",
     "runtime.step": "StepError",
-    "state": "StateMismatch",
     "ragged.tensor": "RaggedTensor",
     "storage.placement": "Placements",
     "tensor_parallel": "TpShard UnknownPlan",
@@ -85,6 +83,7 @@ _FORMER = {
     "ReleasedWeightError": "raised no more: parameters between passes are DTensors",
     "RowShard": "harness.fsdp.RaggedTensor",
     "ShardedState": "the dictionary that model.sharded_state() returns",
+    "StateMismatch": "RuntimeError, as torch's load_state_dict raises it",
     "ThreadBlocks": "torch.distributed.ProcessGroupNCCL.Options().config",
     "ShardedOptimizer": "the optimizer that fully_shard(module, optimizer) returns",
     "axis_groups": "harness.fsdp.SharpOwnership.axis_groups",

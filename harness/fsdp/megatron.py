@@ -22,7 +22,7 @@ from harness.fsdp.module import FSDPModule
 from harness.fsdp.options import OPTIONS, refuse_unknown
 from harness.fsdp.policy import MixedPrecisionPolicy
 from harness.fsdp.preconditions import groups_of
-from harness.fsdp.runtime.step import Call, StepError, StepState
+from harness.fsdp.runtime.step import StepError, StepState
 from harness.fsdp.sharding import bind, engine_for, shard
 from harness.fsdp.storage.param_group import InitialValue
 from harness.fsdp.update import norms
@@ -219,22 +219,10 @@ class MegatronModel(FSDPModule):
         engine_of(self).gradients.finish()
 
     def start_grad_sync(self, *_: Any) -> None:
-        """Does nothing but check: a backward issues its own reductions, unit by unit.
-
-        Raises:
-            StepError: a backward is running; or the last one ran inside `no_sync`, so that no reduction was issued.
-        """
-        engine_of(self).hooks.recover()
-        engine_of(self).step.check(Call.finish_grad_sync)
+        """Nothing: a backward issues its own reductions, unit by unit, and `finish_grad_sync` waits for them."""
 
     def synchronize_gradient_reduce(self) -> None:
-        """Wait for the reductions that backwards have issued. Sums are not scaled yet; `finish_grad_sync` scales them.
-
-        Raises:
-            StepError: as `start_grad_sync`.
-        """
-        MegatronModel.start_grad_sync(self)
-        engine_of(self).gradients.drain()
+        """Nothing: `finish_grad_sync` waits for the reductions that backwards have issued, and scales the sums."""
 
     attach_grad_to_optimizer_state = FSDPModule.finish_grad_sync
     """Finish the gradients, which parameters show as `.grad`."""
@@ -276,25 +264,8 @@ class MegatronModel(FSDPModule):
 
     @contextmanager
     def mixed_precision_context(self, mixed_precision_policy: MixedPrecisionPolicy) -> Iterator[None]:
-        """Reduce in another `grad_comm_dtype` in the body, which is one step or several; see
-        `reset_mixed_precision_policy`. Gradients that are not finished when it ends are finished then."""
-        engine, before = engine_of(self), engine_of(self).policy
-        self.reset_mixed_precision_policy(mixed_precision_policy)
-        try:
-            yield
-            if engine.step.has_gradients:
-                engine.gradients.finish()
-        except BaseException:
-            engine.hooks.recover()
-            if engine.step.has_gradients:
-                engine.step.fail()
-            raise
-        finally:
-            engine.set_policy(before)
-
-    def reset_mixed_precision_policy(self, mixed_precision_policy: MixedPrecisionPolicy) -> None:
-        """Use another policy's `grad_comm_dtype` from now on. Its other fields must be the model's or defaults. Call it
-        between two steps.
+        """Reduce in another policy's `grad_comm_dtype` in the body, which is one step or several. Its other fields must
+        be the model's or defaults. Gradients that are not finished when it ends are finished then.
 
         Raises:
             NotImplementedError: another field differs; or buffers of fixed size were made for the present dtype
@@ -302,7 +273,7 @@ class MegatronModel(FSDPModule):
             StepError: a RuntimeError. There are gradients that are not finished.
             ValueError: the dtypes do not go together.
         """
-        engine = engine_of(self)
+        engine, before = engine_of(self), engine_of(self).policy
         if engine.options.double_buffer:  # which nccl_ub turns on
             raise NotImplementedError(
                 "a change of grad_comm_dtype with double_buffer or nccl_ub, whose buffers were made for one: leave both"
@@ -314,7 +285,18 @@ class MegatronModel(FSDPModule):
                 f"a change of grad_comm_dtype in the middle of a step ({engine.step.state.value}): change it after"
                 " zero_grad(), before the step's first backward"
             )
-        engine.set_policy(_with_wire_of(mixed_precision_policy, engine.policy))
+        engine.set_policy(_with_wire_of(mixed_precision_policy, before))
+        try:
+            yield
+            if engine.step.has_gradients:
+                engine.gradients.finish()
+        except BaseException:
+            engine.hooks.recover()
+            if engine.step.has_gradients:
+                engine.step.fail()
+            raise
+        finally:
+            engine.set_policy(before)
 
 
 def _with_wire_of(given: MixedPrecisionPolicy, held: MixedPrecisionPolicy) -> MixedPrecisionPolicy:

@@ -11,31 +11,25 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from harness.fsdp.build import Engine, engine_of
 from harness.fsdp.sharding import copied, register_forward_method
 from harness.fsdp.update import norms
 
-_NOT_JOINABLE = (
-    "a sharded model is not Joinable (torch.distributed.algorithms.join.Join([model]), model.join()), since ranks hold"
-    " parts of each other's weights and gradients: have all ranks run the same number of batches, and one that has"
-    " no data left run any batch with its loss times 0; grad_divisor says what sums are divided by"
-)
 _SYNC = "of FSDP2: model.set_model_auto_sync(False) before all microbatches of a step but the last, or model.no_sync()"
 _GATHERS = "of FSDP2: hooks gather and release; `with model.unsharded():` has weights whole in between; option prefetch"
 NAMES_OF_OTHERS = {
-    **dict.fromkeys(("join", "join_hook"), _NOT_JOINABLE),
     **dict.fromkeys(("set_requires_gradient_sync", "set_is_last_backward", "set_requires_all_reduce"), _SYNC),
     **dict.fromkeys(("unshard", "reshard", "set_reshard_after_forward", "set_reshard_after_backward"), _GATHERS),
     **dict.fromkeys(("set_modules_to_forward_prefetch", "set_modules_to_backward_prefetch"), _GATHERS),
     "set_gradient_divide_factor": "of FSDP2: grad_divisor of fully_shard",
-    "summon_full_params": "of FSDP1: `with model.unsharded():`",
 }
-"""Attributes that torch's engines have on their models, and what to use here."""
+"""Methods of FSDP2's models, and what to use here."""
 IGNORED_BY_DDP = "_ddp_params_and_buffers_to_ignore"
 """Attribute that DistributedDataParallel, which would reduce gradients too, reads of the module it is given."""
 READ_HERE: dict[str, Callable[[Any], Any]] = {
@@ -162,10 +156,9 @@ class FSDPModule(nn.Module):
         """
         engine_of(self).gradients.finish()
 
-    def grad_norm(self, norm_type: float = 2.0) -> float:
-        """Norm of the step's gradient over all ranks, each parameter counted once: Euclidean, or its largest element
-        (inf). *Collective.* ValueError: another `norm_type`."""
-        return float(_gradient_norm(engine_of(self), norm_type))
+    def grad_norm(self) -> float:
+        """Euclidean norm of the step's gradient over all ranks, each parameter counted once. *Collective.*"""
+        return float(_gradient_norm(engine_of(self)))
 
     def weight_norm(self) -> float:
         """Euclidean norm of all main weights over all ranks, each parameter counted once. *Collective.*"""
@@ -179,13 +172,22 @@ class FSDPModule(nn.Module):
         not here, unless `numerics` or `error_if_nonfinite` require it or the gradients are on the host. *Collective.*
 
         Raises:
-            ValueError: as `grad_norm`.
+            ValueError: another `norm_type`.
             RuntimeError: `error_if_nonfinite` is set and the norm is not finite; gradients are unchanged.
         """
-        norm = _gradient_norm(engine_of(self), norm_type)
+        if norm_type == math.inf:  # torch's, which has the same bits in any order
+            engine_of(self).gradients.finish()
+            largest: Any = nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type, error_if_nonfinite)
+            return cast(Tensor, largest.full_tensor() if isinstance(largest, DTensor) else largest).double()
+        if norm_type != 2.0:
+            raise ValueError(
+                f"norm_type={norm_type} is not built; 2 and inf are. Any other is computed by"
+                " torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm, norm_type)"
+            )
+        norm = _gradient_norm(engine_of(self))
         if error_if_nonfinite and not math.isfinite(norm):
             raise RuntimeError(
-                f"the gradient's norm of order {norm_type} is {float(norm)}: nothing was clipped. zero_grad() forgets"
+                f"the gradient's norm is {float(norm)}: nothing was clipped. zero_grad() forgets"
                 " the step; report_nan_in_param_grad=True names the tensor; error_if_nonfinite=False scales by it"
                 " anyway"
             )
@@ -258,8 +260,8 @@ class FSDPModule(nn.Module):
         in the next forward. As in torch, gradients are kept, and missing and unexpected names returned. *Collective.*
 
         Raises:
-            StateMismatch: a ValueError and a RuntimeError: with `strict` a name is missing or unexpected; or a shape
-                differs. Nothing was loaded.
+            RuntimeError: as torch: with `strict` a name is missing or unexpected; or a shape differs. What fits was
+                loaded.
             ValueError: `assign` is set, which would replace the storage.
         """
         if assign:
@@ -281,7 +283,7 @@ class FSDPModule(nn.Module):
         engine_of(self).close()
 
 
-def _gradient_norm(engine: Engine, norm_type: float) -> Tensor:
+def _gradient_norm(engine: Engine) -> Tensor:
     engine.gradients.finish()
     engine.gradients.collect()
-    return norms.gradient_norm(engine.buckets, engine.meshes.everyone, engine.options.numerics, float(norm_type))
+    return norms.gradient_norm(engine.buckets, engine.meshes.everyone, engine.options.numerics)

@@ -11,13 +11,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.nn.parameter import is_lazy
 
 from harness.fsdp.comm.mesh import Groups, kept_group
 from harness.private_torch import parameters_of
 
 TABLES = (nn.Embedding, nn.EmbeddingBag)
-"""Modules that make sparse gradients, or edit their weights in a forward, when they are asked to."""
+"""Modules that edit their weights in a forward, when they are asked to."""
 OTHER_ENGINES = (
     *("torch.nn.parallel", "torch.distributed.fsdp", "torch.distributed._composable"),
     *("deepspeed", "megatron_fsdp"),
@@ -31,14 +30,9 @@ UNITS = "unit_modules (fully_shard_model: fsdp_unit_modules)"
 # -- arguments -------------------------------------------------------------------------------------------------------
 
 
-def resolve_classes(modules: Sequence[type[nn.Module] | str]) -> list[type[nn.Module]]:
-    """Unit classes, those given by dotted path imported. Raises ValueError: it is no list; or one is no importable
-    path, or no module class."""
-    if isinstance(modules, str | type | nn.Module) or not isinstance(modules, Iterable):
-        kind = modules.__name__ if isinstance(modules, type) else f"a {type(modules).__name__}"
-        raise ValueError(
-            f"{UNITS} is no list but {kind}: give one of classes or dotted paths, as [nn.TransformerEncoderLayer]"
-        )
+def resolve_classes(modules: Iterable[type[nn.Module] | str]) -> list[type[nn.Module]]:
+    """Unit classes, those given by dotted path imported. Raises ValueError: one is no importable path, or no module
+    class."""
     classes = []
     for each in modules:
         if isinstance(each, str):
@@ -74,8 +68,7 @@ def groups_of(
     """The process groups of one or two dimensions of a mesh; the default group without a mesh.
 
     inner, outer, tensor: names of dimensions, flattened ones among them. everyone: of all ranks of inner and outer;
-    made where it is None (*collective*). Raises ValueError: the mesh has no such dimension, or there is no mesh; or
-    `everyone` is missing beside flattened ones.
+    made where it is None (*collective*). Raises ValueError: there is no mesh; or as `DeviceMesh.get_group`.
     """
     if everyone is not None and (mesh is None or outer is None):
         raise ValueError("hybrid_fsdp_group was given without device_mesh or dp_outer_dim; give all, or none")
@@ -84,35 +77,11 @@ def groups_of(
             if name is not None:
                 raise ValueError(f"{argument}={name!r} names a mesh dimension, but device_mesh is None")
         return Groups(gather=gather)
-    shard = mesh.get_group() if inner is None and mesh.ndim == 1 else _group(mesh, "dp_shard_dim", inner)
-    tensors = None if tensor is None else _group(mesh, "tp_dim", tensor)
+    shard = mesh.get_group(inner)
+    tensors = None if tensor is None else mesh.get_group(tensor)
     if outer is None:
         return Groups(shard, gather=gather, tensor=tensors)
-    replicas = _group(mesh, "dp_outer_dim", outer)
-    return Groups(shard, replicas, everyone or _flattened(mesh, outer, inner), gather, tensors)
-
-
-def _group(mesh: DeviceMesh, argument: str, name: str | None) -> dist.ProcessGroup:
-    """The ranks of a dimension of a mesh, or of one that was flattened of several."""
-    try:
-        if name is not None:
-            return mesh.get_group(name)
-    except (KeyError, RuntimeError):
-        pass
-    names = ", ".join(mesh.mesh_dim_names or ()) or "none that has a name"
-    raise ValueError(
-        f"{argument}={name!r} is not a dimension of the device mesh; it has {names}, and what _flatten made of these"
-    )
-
-
-def _flattened(mesh: DeviceMesh, outer: str, inner: str | None) -> dist.ProcessGroup:
-    names = (outer, inner)
-    if inner is None or not {*names} <= {*(mesh.mesh_dim_names or ())}:
-        raise ValueError(
-            f"dp_outer_dim={outer!r} and dp_shard_dim={inner!r}: where one of them is a flattened dimension, give"
-            " hybrid_fsdp_group too, the group of all ranks of both"
-        )
-    return _all_ranks_of(mesh[(outer, inner)])
+    return Groups(shard, mesh.get_group(outer), everyone or _all_ranks_of(mesh[(outer, inner)]), gather, tensors)
 
 
 def _all_ranks_of(mesh: DeviceMesh) -> dist.ProcessGroup:
@@ -152,9 +121,6 @@ PARTS: dict[str, Callable[[Any], Any]] = {
     f" gathered together in {UNITS}": lambda part: vars(part).get("__reduce_ex__") is refuse_copy,
     "is made by torch.jit.script or trace, which has no hooks that gather weights: shard the plain module, and compile"
     " with torch.compile": lambda part: isinstance(part, torch.jit.ScriptModule),
-    "has sparse=True, and flat buffers hold dense gradients alone: build it with sparse=False": (
-        lambda part: isinstance(part, TABLES) and part.sparse
-    ),
     "has max_norm={0.max_norm}: each forward scales the rows that this rank's data uses, so that ranks would have other"
     " weights. Build it with max_norm=None, and scale what it gives; or all rows, between steps, inside `with"
     " model.unsharded():`; of a frozen table once, before sharding, by torch.renorm(weight, {0.norm_type:g}, 0,"
@@ -162,7 +128,6 @@ PARTS: dict[str, Callable[[Any], Any]] = {
 }
 """Words that follow a part of the module that cannot be sharded, and how it is known."""
 PARAMS: dict[str, Callable[[Any], Any]] = {
-    "has no shape yet: run one forward before sharding, or build the module with its sizes": is_lazy,
     "is a {0.__class__.__name__}, a tensor around others, and flat buffers hold plain numbers: shard the model before"
     " its weights are converted; for 8 bits there is harness.fsdp.Fp8Linear.convert": (
         lambda param: hasattr(param, "__tensor_flatten__") and not isinstance(param, DTensor)

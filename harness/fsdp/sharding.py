@@ -278,25 +278,13 @@ def _take_sharded(optimizer: torch.optim.Optimizer) -> None:
 
 def engine_for(optimizer: torch.optim.Optimizer) -> Engine:
     """The engine of the sharded model whose parameters an optimizer has. ValueError: it has none of a sharded model, or
-    of several. RuntimeError: the model is gone."""
-    found: dict[int, Engine] = {}
-    for param in (sharded_of(each) for group in optimizer.param_groups for each in group["params"]):
-        if (reference := getattr(param, OWNER, None)) is None:
-            continue
-        if (engine := reference()) is None:
-            raise RuntimeError(
-                f"the sharded model of parameter {getattr(param, HOME, ('?',))[0]} is gone: keep what fully_shard_model"
-                " returned, and build the optimizer anew over its parameters"
-            )
-        found[id(engine)] = engine
-    if not found:
+    of several, or that model is gone."""
+    params = (sharded_of(each) for group in optimizer.param_groups for each in group["params"])
+    found = {owner() for param in params if (owner := getattr(param, OWNER, None)) is not None}
+    if len(found) != 1 or None in found:
         raise ValueError(
-            f"no parameter of {type(optimizer).__name__} belongs to a sharded model: build it over the parameters of"
-            " what fully_shard_model returned, or call fully_shard_optimizer(model, optimizer)"
+            f"{type(optimizer).__name__} has parameters of {len(found - {None})} sharded models: build it over those of"
+            " what fully_shard_model returned, and keep that; or call fully_shard_optimizer(model, optimizer), once"
+            " with each model"
         )
-    if len(found) > 1:
-        raise ValueError(
-            f"{type(optimizer).__name__} steps parameters of {len(found)} sharded models: call"
-            " fully_shard_optimizer(model, optimizer) once with each of them"
-        )
-    return next(iter(found.values()))
+    return found.pop()

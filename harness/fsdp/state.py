@@ -23,38 +23,6 @@ WEIGHTS, OPTIMIZER = "weights/", "optimizer/"
 Opt = torch.optim.Optimizer
 
 
-class StateMismatch(ValueError, RuntimeError):
-    """Names or shapes differ; nothing was loaded. torch raises a RuntimeError."""
-
-
-def check_fit(pairs: Sequence[tuple[str, Tensor, Tensor]], missing: Sequence[str], unexpected: Sequence[str]) -> None:
-    """pairs: name, own tensor, given one. Raises StateMismatch."""
-    problems = [
-        f"{n} is {list(given.shape)}, the model's {list(o.shape)}" for n, o, given in pairs if given.shape != o.shape
-    ]
-    problems += [f"missing {name}" for name in missing] + [f"unexpected {name}" for name in unexpected]
-    if problems:
-        more = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""
-        text = "; ".join(problems[:8])
-        raise StateMismatch(
-            f"state does not fit the model, nothing was loaded: {_renaming(missing, unexpected)}{text}{more}"
-        )
-
-
-def _renaming(missing: Sequence[str], unexpected: Sequence[str]) -> str:
-    """The prefix that one side's names have and the other's lack, as wrappers make it."""
-    for lacks, has, fix in (
-        (missing, unexpected, "{{name.removeprefix({0!r}): value for name, value in state.items()}}"),
-        (unexpected, missing, "{{{0!r} + name: value for name, value in state.items()}}"),
-    ):
-        for name in has if lacks else ():
-            prefix = name.removesuffix(lacks[0])
-            if prefix != name and {prefix + each for each in lacks} == {*has}:
-                where = "the state's" if has is unexpected else "the model's"
-                return f"{where} names begin with {prefix!r}: load {fix.format(prefix)} instead; "
-    return ""
-
-
 def optimizer_entries(buckets: Sequence[ParamGroup], optimizers: Sequence[Opt]) -> dict[str, Tensor]:
     """State of sharded parameters by `optimizer/<parameter>/<entry>`, not copied. Raises NotImplementedError: an
     optimizer keeps something else than tensors."""
@@ -141,9 +109,8 @@ class StateAccess:
         return found
 
     def load_state_dict(self, given: Mapping[str, Any], *, strict: bool) -> Any:
-        """Load by the module's own `load_state_dict`; gradients wait for their step. *Collective.* StateMismatch: with
-        `strict` a name is missing or unexpected; or a shape differs. Nothing was loaded. A module that
-        takes other names than it saves needs `strict=False`."""
+        """Load by the module's own `load_state_dict`, which raises as torch's; gradients wait for their step.
+        *Collective.*"""
         self.weights.refuse_held()
         self.settle()
         unsharded = [bucket for bucket in self.buckets if bucket.views.sharded().shows_unsharded]
@@ -157,7 +124,6 @@ class StateAccess:
 
     def _load(self, given: Mapping[str, Any], *, strict: bool) -> Any:
         own = self._own.state_dict(self.weights.module, keep_vars=True)
-        _check(own, given, strict=strict)
         by_entry = {id(own[name]): value for name, value in given.items() if name in own}
         tied = {name: by_entry[id(entry)] for name, entry in own.items() if name not in given and id(entry) in by_entry}
         found: Any = self._own.load_state_dict(
@@ -176,14 +142,3 @@ class StateAccess:
             for index, (name, _) in enumerate(bucket.params)
         }
         return weights | optimizer_entries(self.buckets, stepped)
-
-
-COUNT = "num_batches_tracked"  # torch's batch norms did not save it once, and do without
-
-
-def _check(own: Mapping[str, Any], given: Mapping[str, Any], *, strict: bool) -> None:
-    present = {id(own[name]) for name in given if name in own}
-    missing = [name for name, entry in own.items() if id(entry) not in present and not name.endswith(COUNT)]
-    unexpected = [name for name in given if name not in own]
-    pairs = [(n, own[n], value) for n, value in given.items() if isinstance(own.get(n), Tensor)]
-    check_fit(pairs, missing if strict else [], unexpected if strict else [])

@@ -133,10 +133,6 @@ def _check_axis(name: str, param: DTensor, group: dist.ProcessGroup | None) -> N
             f"{given} on {mesh.ndim} mesh dimensions ({mesh.mesh_dim_names}): another engine has sharded it; cut it"
             " over one dimension by tensor parallelism, or not at all, before it is sharded here"
         )
-    if group is None:
-        raise UnknownPlan(
-            f"{given}, and no tensor-parallel axis was given: name the mesh dimension it was cut over, tp_dim='tp'"
-        )
     ranks, own = mesh.mesh.flatten().tolist(), dist.get_process_group_ranks(group)
     if ranks != own:
         raise UnknownPlan(f"{given} over ranks {ranks}, but the tensor-parallel axis of this rank has ranks {own}")

@@ -121,7 +121,7 @@ def test_every_exception_of_the_engine_is_of_the_face() -> None:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ClassDef) and any(ends(ast.unparse(base)) for base in node.bases):
                 found[node.name] = path.relative_to(ROOT).as_posix()
-    assert {"StepError", "ReplicaDrift", "StateMismatch"} <= set(found)
+    assert {"StepError", "ReplicaDrift", "RanksDisagree"} <= set(found)
     public = {name for name in found if not name.startswith("_")}
     assert public <= set(harness.fsdp.__all__), {name: found[name] for name in public - set(harness.fsdp.__all__)}
     assert all(issubclass(getattr(harness.fsdp, name), Exception) for name in public)

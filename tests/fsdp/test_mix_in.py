@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.algorithms.join import Join
 
 from harness.fsdp import FSDPModule, ShardedModel, fully_shard, fully_shard_model
 from tests.fsdp.checked import each_holds, each_is_found, of_slips, said
@@ -197,20 +196,17 @@ def holding(rank: int, strategy: str) -> list[str]:
     return told + (["it has a length"] if hasattr(other_model, "__len__") or not other_model else [])
 
 
-def joining(rank: int, strategy: str) -> list[str]:
-    """What torch's engines have and this one does not (Join, FSDP2's methods) says what to do instead."""
+def missing(rank: int, strategy: str) -> list[str]:
+    """What FSDP2's models have and this one does not says what to do instead."""
     model = fully_shard_model(nn.Linear(6, 6), zero_dp_strategy=strategy)
-    found = []
-    for use in (lambda: Join([model]), lambda: model.join()):  # type: ignore[list-item] # the mistake
-        found += said(use, AttributeError, "join", "not Joinable", "loss times 0")
-    found += said(lambda: model.set_requires_gradient_sync(False), AttributeError, "set_model_auto_sync", "no_sync")
+    found = said(lambda: model.set_requires_gradient_sync(False), AttributeError, "set_model_auto_sync", "no_sync")
     found += said(lambda: model.unshard(), AttributeError, r"model\.unsharded\(\)")
-    model.join = lambda: "its own"
-    return found + ([] if model.join() == "its own" else ["the module's own is lost"])
+    model.unshard = lambda: "its own"
+    return found + ([] if model.unshard() == "its own" else ["the module's own is lost"])
 
 
 CHECKS: dict[str, Callable[[int, str], list[str]]] = {
-    each.__name__: each for each in (deleting, keeping, naming, crowding, holding, joining)
+    each.__name__: each for each in (deleting, keeping, naming, crowding, holding, missing)
 }
 
 
@@ -219,9 +215,9 @@ test_a_sharded_module_is_as_before = each_holds(__name__, CHECKS)
 
 MUTANTS = of_slips(
     """
-    nothing of Join: torch's Join ends in an attribute that the module does not have
+    names of FSDP2: A method of FSDP2's is an attribute that the module does not have
         fsdp.module.NAMES_OF_OTHERS: {}
-        joining
+        missing
     hooks keep the engine: Hooks hold what they call, so that module and engine keep each other
         fsdp.runtime.weak_hooks.WeakHook: __import__("functools").partial
         deleting

@@ -104,7 +104,6 @@ class FlatStep:
         self.agree: Callable[[Opt], None] = lambda _: None
         self.moments = moments_of(optimizer)
         self._others: dict[str, Any] = {}
-        self._began = False
         self._signature: list[Any] | None = None
         self._plan: list[list[Any]] = []
         self._counters: list[Counter] = []
@@ -165,7 +164,6 @@ class FlatStep:
 
     def _begin(self) -> None:
         self._prepare()
-        self._began = True
         self._exchange()
 
     @by_engine
@@ -193,9 +191,6 @@ class FlatStep:
                 state[piece.flat] = piece.entries
 
     def _end(self) -> None:
-        if not self._began:
-            return
-        self._began = False
         if self._saved is None:
             return
         (groups, state), self._saved = self._saved, None

@@ -18,7 +18,6 @@ from torch import Tensor
 from harness.fsdp.comm.communicator import Communicator
 from harness.fsdp.comm.device import is_queued, scale_together
 from harness.fsdp.comm.fixed_point import norm_from_counters, square_counters
-from harness.fsdp.comm.mesh import all_values
 from harness.fsdp.storage.param_group import ParamGroup
 from harness.fsdp.vocabulary import Numerics
 from harness.private_torch import foreach_norm
@@ -28,21 +27,9 @@ LONG = 1 << 16  # shorter tensors are summed in fp64
 SAFE = (1e-24, 1e30)  # totals for which squares neither vanish nor overflow in fp32; beyond, fp64 is used
 
 
-def gradient_norm(
-    buckets: Sequence[ParamGroup], everyone: Communicator, numerics: Numerics, order: float = 2.0
-) -> Tensor:
-    """Euclidean norm of the main gradients, or the largest (inf), equal on all ranks; each parameter counts once.
-    *Collective.* ValueError: another order."""
-    shards_of = [(bucket, bucket.grad_shards) for bucket in buckets if bucket.trainable]
-    if order == 2.0:
-        return _euclidean(shards_of, everyone, numerics)
-    if order != math.inf:
-        raise ValueError(
-            f"norm_type={order} is not built; 2 and inf are. Any other is computed by"
-            " torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm, norm_type)"
-        )
-    whole, counted, _ = _dealt(shards_of)
-    return _largest([*whole, *counted], everyone)
+def gradient_norm(buckets: Sequence[ParamGroup], everyone: Communicator, numerics: Numerics) -> Tensor:
+    """Euclidean norm of the main gradients, equal on all ranks; each parameter counts once. *Collective.*"""
+    return _euclidean([(bucket, bucket.grad_shards) for bucket in buckets if bucket.trainable], everyone, numerics)
 
 
 def weight_norm(buckets: Sequence[ParamGroup], everyone: Communicator, numerics: Numerics) -> Tensor:
@@ -70,12 +57,6 @@ def _dealt(shards_of: Sequence[tuple[ParamGroup, list[Tensor]]]) -> tuple[list[T
     whole = [shard for bucket, shards in shards_of if bucket.is_whole_everywhere for shard in shards]
     split = [(bucket, shards) for bucket, shards in shards_of if not bucket.is_whole_everywhere]
     return whole, [shard for bucket, shards in split for shard in bucket.counted(shards)], bool(split)
-
-
-def _largest(shards: Sequence[Tensor], everyone: Communicator) -> Tensor:
-    none = torch.zeros((), dtype=torch.float64, device=everyone.runtime.device)
-    found = [shard.detach().abs().amax().double().to(none.device) for shard in shards if shard.numel()]
-    return all_values(everyone, torch.stack([none, *found]).amax(), "norm").amax()
 
 
 def sum_of_squares(tensors: Iterable[Tensor], device: torch.device) -> Tensor:

@@ -41,8 +41,8 @@ MUTANTS = slips(
         fsdp.update.flat_step.FlatStep._wrap: getattr(rule, "hooked", None) => False
         clipped_by_a_hook
     no finally: A rule that raises leaves flat pieces in the groups
-        fsdp.update.flat_step.FlatStep._end:     self._began = False\n
-            =>     self._began = False\n    if __import__('sys').exc_info()[0]:\n        return\n
+        fsdp.update.flat_step.FlatStep._end: if self._saved is None:
+            => if self._saved is None or __import__('sys').exc_info()[0]:
         goes_on_after_an_exception
     closures inside: A closure sees flat pieces
         fsdp.update.flat_step.FlatStep._wrap:             return rule(own, partial(around, closure))

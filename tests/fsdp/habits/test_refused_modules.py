@@ -64,15 +64,11 @@ def sharing(share: Callable[[Any], Any]) -> Callable[[], nn.Module]:
 
 MAX_NORM = r"0 \(Embedding\) has max_norm=1.0.*max_norm=None.*renorm\(weight, 2, 0, 1\)"
 MODULES: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "sparse embedding": (
-        lambda: nn.Sequential(nn.Embedding(10, 6, sparse=True), nn.Linear(6, 6)),
-        r"0 \(Embedding\) has sparse=True.*sparse=False",
-    ),
     "bounded embedding": (partial(bounded, trained=True), MAX_NORM),
     "bounded and frozen": (partial(bounded, trained=False), MAX_NORM),
     "DTensors": (made_of_dtensors, r"ranks \[0, 1\] are on the tensor-parallel axis and on the sharding one"),
     "no parameters": (lambda: nn.Sequential(nn.ReLU()), "Sequential has no parameters"),
-    "lazy": (lambda: nn.Sequential(nn.LazyLinear(6)), r"parameter 0.weight has no shape yet.*run one forward"),
+    "lazy": (lambda: nn.Sequential(nn.LazyLinear(6)), r"uninitialized parameter.*Call `forward`"),
     "tensors around others": (
         lambda: with_weight(TwoTensor(torch.ones(6, 6), torch.ones(6, 6))),
         r"parameter weight is a TwoTensor.*before its weights are converted",
@@ -107,9 +103,7 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
 }
 UNITS: dict[str, tuple[Any, str]] = {
-    "a class": (nn.Linear, r"fsdp_unit_modules\) is no list but Linear"),
-    "a path": ("torch.nn.Linear", r"fsdp_unit_modules\) is no list but a str"),
-    "a module": (nn.Linear(1, 1), r"fsdp_unit_modules\) is no list but a Linear"),
+    "a path": ("torch.nn.Linear", r"fsdp_unit_modules\): 't' is no importable class path"),
     "a list of modules": ([nn.Linear(1, 1)], r"Linear\(.*\) is no nn.Module class; give classes"),
     "no match": ([nn.Conv2d], r"\['Conv2d'\] matches no module of Net.*it has Block, Linear, Net"),
 }
@@ -245,10 +239,10 @@ test_it_is_right_or_says_what_to_do = each_holds(__name__, CHECKS)
 MUTANTS = of_slips(
     """
     [The engine, by what it cannot do]
-    parts: Sparse embeddings and parts of sharded models are sharded like others
+    parts: Bounded embeddings and parts of sharded models are sharded like others
         fsdp.preconditions.PARTS: {}
         modules / no_shard
-    parameters: Parameters without a shape are sharded like others
+    parameters: Tensors around others are sharded like others
         fsdp.preconditions.PARAMS: {}
         modules
     units: A list of units that matches nothing makes one unit of everything
