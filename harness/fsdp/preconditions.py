@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -81,7 +81,13 @@ def groups_of(
     tensors = None if tensor is None else mesh.get_group(tensor)
     if outer is None:
         return Groups(shard, gather=gather, tensor=tensors)
-    return Groups(shard, mesh.get_group(outer), everyone or _all_ranks_of(mesh[(outer, inner)]), gather, tensors)
+    return Groups(
+        shard,
+        mesh.get_group(outer),
+        everyone or _all_ranks_of(mesh[cast("tuple[str, ...]", (outer, inner))]),
+        gather,
+        tensors,
+    )
 
 
 def _all_ranks_of(mesh: DeviceMesh) -> dist.ProcessGroup:

@@ -287,4 +287,5 @@ def engine_for(optimizer: torch.optim.Optimizer) -> Engine:
             " what fully_shard_model returned, and keep that; or call fully_shard_optimizer(model, optimizer), once"
             " with each model"
         )
-    return found.pop()
+    engine: Engine = found.pop()
+    return engine

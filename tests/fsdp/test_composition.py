@@ -114,12 +114,16 @@ RECOMPUTING = Cover(
 
 
 def recomputing(rank: int, trials: list[tuple[Pair, str, type[Model]]]) -> list[list[str]]:
-    """By trial, which bits recomputation changes, and whether it leaves weights gathered."""
+    """By trial, which bits recomputation changes, and whether it leaves weights gathered, or fixed buffers grow."""
     found = []
     for pair, name, kind in trials:
         plain, again = (train(rank, pair, module, **OPTIONS[name]) for module in (Model(), kind()))
-        left = name != "double buffer" and bool(again["0 left"])
-        found.append(same(plain, again) + (["weights are left"] if left else []))
+        told = same(plain, again)
+        if name != "double buffer":
+            told += ["weights are left"] if again["0 left"] else []
+        elif plain["0 left"] != plain["1 left"] or (pair.inner == "optim_grads_params" and not plain["0 left"]):
+            told.append("fixed buffers are not all there is")
+        found.append(told)
     return found
 
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 
-from harness.fsdp import ShardedModel
-from tests.fsdp.checked import each_is_found, of_slips
+from harness.fsdp import ShardedModel, StepError
+from tests.fsdp.checked import each_is_found, of_slips, said
 from tests.fsdp.pairs import (
     COVERED,
-    PAIRS,
     STRATEGIES,
     Model,
     Pair,
@@ -42,15 +42,11 @@ def accumulate(model: ShardedModel, xs: list[torch.Tensor], how: str, scale: flo
     """All microbatches of a rank, the last of which ends the step."""
     for index, x in enumerate(xs):
         last = index == len(xs) - 1
-        if how == "no_sync" and not last:
-            with model.no_sync():
-                (loss_of(model, x) * scale).backward()
-        elif how == "sync" and last:
-            with model.sync():
-                (loss_of(model, x) * scale).backward()
-        else:
-            if how == "set_model_auto_sync":
-                model.set_model_auto_sync(last)
+        if how == "set_model_auto_sync":
+            model.set_model_auto_sync(last)
+        with {"no_sync": nullcontext if last else model.no_sync, "sync": model.sync if last else nullcontext}.get(
+            how, nullcontext
+        )():
             (loss_of(model, x) * scale).backward()
 
 
@@ -82,42 +78,27 @@ def auto_sync(rank: int, pair: Pair) -> list[list[str]]:
     return told
 
 
+WAYS: dict[str, tuple[dict[str, Any], float]] = {
+    "no_sync": ({}, 1 / K),
+    "set_model_auto_sync": ({"grad_divisor": M}, 1.0),
+    "sync": ({"calculate_per_token_loss": True, "sync_model_each_microbatch": False}, 1 / M),
+}
+"""Ways to accumulate, each with one to scale; `test_properties` draws the others."""
+
+
 def every_way(rank: int, pair: Pair) -> dict[str, list[str]]:
-    """Each way to accumulate with each to scale."""
-    return ways(rank, pair, whole=True)
-
-
-def ways(rank: int, pair: Pair, whole: bool = False) -> dict[str, list[str]]:
-    """Ways to accumulate and to scale against one big batch; which gradients differ.
-
-    Each way to scale meets one of those to accumulate, with the next pair of strategies the other; `whole`: both.
-    """
-    right = plain_gradients([torch.cat(every_microbatch())], 1.0)
-    found = {}
-    scalings: dict[str, tuple[dict[str, Any], float]] = {
-        "loop": ({}, 1 / K),
-        "divisor": ({"grad_divisor": M}, 1.0),
-        "tokens": ({"calculate_per_token_loss": True}, 1 / M),
-    }
-    for place, (scaling, (arguments, scale)) in enumerate(scalings.items(), start=PAIRS.index(pair)):
-        hows = ("no_sync", "set_model_auto_sync")
-        for how in hows if whole else hows[place % 2 :][:1]:
-            model, _ = shard(pair, **arguments)
-            accumulate(model, own(rank), how, scale)
-            found[f"{scaling} {how}"] = close(dict(model.full_gradients()), right)
-            model.close()
-    model, optimizer = shard(pair, sync_model_each_microbatch=False, grad_divisor=M)
-    accumulate(model, own(rank), "sync", 1.0)
-    found["sync"] = close(dict(model.full_gradients()), right)
-    optimizer.zero_grad()
-    for x in own(rank):
-        loss_of(model, x).backward()
-    try:
+    """Which gradients differ from one big batch's; and what nobody ends is refused where it is not reduced."""
+    right, found = plain_gradients([torch.cat(every_microbatch())], 1.0), {}
+    for how, (arguments, scale) in WAYS.items():
+        model, optimizer = shard(pair, **arguments)
+        accumulate(model, own(rank), how, scale)
+        found[how] = close(dict(model.full_gradients()), right)
+        optimizer.zero_grad()
+    accumulate(model, own(rank), "never", scale)
+    if pair.reduces_once:
+        found["never synced"] = said(model.finish_grad_sync, StepError, "never reduced")
+    else:
         found["never synced"] = close(dict(model.full_gradients()), right)
-        found["never synced"] += ["was not refused"] if pair.reduces_once else []
-    except RuntimeError as error:
-        found["never synced"] = [] if pair.reduces_once and "never reduced" in str(error) else [str(error)]
-    model.close()
     return found
 
 
@@ -129,10 +110,9 @@ def test_accumulation_without_no_sync_is_right(pair: Pair) -> None:
     assert by_pair(auto_sync, COVERED.batch(pair))[pair] == [[[]] * 4] * WORLD
 
 
-@pytest.mark.parametrize("tried", [ways, pytest.param(every_way, marks=pytest.mark.full)], ids=["few", "all"])
 @every_pair
-def test_each_way_to_accumulate_and_scale_equals_one_big_batch(pair: Pair, tried: Callable[..., Any]) -> None:
-    for found in by_pair(tried, COVERED.batch(pair))[pair]:
+def test_each_way_to_accumulate_equals_one_big_batch(pair: Pair) -> None:
+    for found in by_pair(every_way, COVERED.batch(pair))[pair]:
         assert {way: names for way, names in found.items() if names} == {}
 
 

@@ -155,12 +155,6 @@ def test_pages_import_from_the_face() -> None:
         assert {alias.name for alias in node.names} <= set(harness.fsdp.__all__), line
 
 
-def test_the_adapter_goes_through_the_face() -> None:
-    source = ast.parse((ROOT / "harness/engines/adapters/native.py").read_text())
-    modules = {node.module for node in ast.walk(source) if isinstance(node, ast.ImportFrom) and node.module}
-    assert {name for name in modules if name.startswith("harness.fsdp")} == {"harness.fsdp"}
-
-
 def test_the_desk_reads_the_engine_s_words_without_torch() -> None:
     """Every module of the configuration, and what it imports of the engine."""
     code = """

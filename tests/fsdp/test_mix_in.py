@@ -122,12 +122,24 @@ def naming(rank: int, strategy: str) -> list[str]:
 
 def _moving(model: ShardedModel) -> list[str]:
     told = []
-    for call in (lambda: model.to("cpu"), lambda: model.to(torch.float32), model.float, model.cpu):
+    for call in (
+        lambda: model.to("cpu"),
+        lambda: model.to("cpu:0"),
+        lambda: model.to(torch.float32),
+        model.float,
+        model.cpu,
+    ):
         try:
             told += [] if call() is model else ["to() gives another"]
         except NotImplementedError as error:
             told.append(f"a change of nothing: {error}")
-    for change in (model.double, model.bfloat16, lambda: model.to("meta"), lambda: model.to_empty(device="cpu")):
+    for change in (
+        model.double,
+        model.bfloat16,
+        lambda: model.to("cpu:0", torch.float64),
+        lambda: model.to("meta"),
+        lambda: model.to_empty(device="cpu"),
+    ):
         try:
             change()
             told.append(f"{change} is taken")

@@ -4,7 +4,6 @@ configuration."""
 from __future__ import annotations
 
 import itertools
-import pickle
 from dataclasses import replace
 
 import pytest
@@ -133,12 +132,6 @@ def test_a_policy_of_fsdp2_is_translated() -> None:
         fully_shard(torch.nn.Linear(2, 2), mp_policy=given)
     written = str(refused.value).partition("give harness.fsdp.")[2]
     assert eval(written) == MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-
-
-def test_a_policy_is_a_value() -> None:
-    policy = MixedPrecisionPolicy(torch.float32, grad_comm_dtype=torch.bfloat16)
-    assert pickle.loads(pickle.dumps(policy)) == policy
-    assert hash(policy) == hash(MixedPrecisionPolicy(torch.float32, grad_comm_dtype=torch.bfloat16))
 
 
 def test_buckets_are_aligned_in_their_narrowest_buffer() -> None:

@@ -66,13 +66,6 @@ class Backend:
             raise RuntimeError("segment was not registered")
 
 
-class BrokenBackend(Backend):
-    """One that raises what nobody expects."""
-
-    def register_mem_pool(self, pool: Any, symm: bool = False) -> None:
-        raise TypeError("register_mem_pool() got an unexpected keyword argument")
-
-
 class Solo(Communicator):
     """Its other ranks always succeed, or never do."""
 
@@ -149,12 +142,6 @@ def test_registered_as_asked(symmetric: bool, kind: str) -> None:
     assert buffers.facts() == {"requested": "auto", "effective": f"auto, {kind}, dp+dp_outer"}
 
 
-def test_a_type_error_is_a_mistake_of_ours_and_never_swallowed() -> None:
-    buffers = UserBuffers(Registration.auto, {"dp": Solo("dp", BrokenBackend("dp", []), [])}, Runtime([]))
-    with pytest.raises(TypeError, match="unexpected keyword"):
-        buffers.model_built()
-
-
 def test_a_failed_registration_ends_the_run_with_the_ways_out() -> None:
     log: list[str] = []
     buffers = make(log, failing="dp")
@@ -208,14 +195,6 @@ def test_a_backend_that_cannot_register_is_no_error(backends: dict[str, Any], re
     assert facts == {"requested": "auto", "effective": "none"}
 
 
-@pytest.mark.parametrize(
-    ("value", "mode"),
-    [(True, "auto"), (False, "none"), ("manual", "manual"), (Registration.auto, "auto")],
-)
-def test_modes_by_name_and_by_megatrons_bool(value: Any, mode: str) -> None:
-    assert Registration.parse(value, "nccl_ub").value == mode
-
-
 def test_every_allocation_of_a_bucket_is_surrounded() -> None:
     log: list[str] = []
 
@@ -263,33 +242,16 @@ def test_one_rank_that_fails_is_known_to_all_ranks_of_both_axes(outer: int) -> N
         assert any("dp_outer registers" in line for line in log) == bool(outer)
 
 
-def test_gloo_trains_on_and_says_why() -> None:
-    ((facts, losses),) = run_ranks(_train, 1, "auto")
-    assert facts == {
-        "requested": "auto",
-        "effective": "none",
-        "reason": "buckets are on the CPU, where there is no NCCL",
-    }
-    ((plain, same),) = run_ranks(_train, 1, "none")
-    assert plain == {"requested": "none", "effective": "none"}
-    assert losses == same
-
-
-def _train(rank: int, mode: str) -> tuple[dict[str, str], list[float]]:
-    torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2))
+def test_gloo_trains_on_and_says_why(group_of_one: Any) -> None:
+    module = nn.Linear(6, 2)
     model, optimizer = fully_shard(
-        module, torch.optim.SGD(module.parameters(), lr=0.1), nccl_ub=mode, disable_symmetric_registration=True
+        module, torch.optim.SGD(module.parameters()), nccl_ub=True, disable_symmetric_registration=True
     )
-    losses = []
-    for _ in range(3):
-        loss = model(torch.ones(4, 6)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    model(torch.ones(4, 6)).sum().backward()
+    optimizer.step()
+    reason = "buckets are on the CPU, where there is no NCCL"
+    assert model.engine.user_buffers.facts() == {"requested": "auto", "effective": "none", "reason": reason}
     model.close()
-    return model.engine.user_buffers.facts(), losses
 
 
 def _watched(rank: int) -> tuple[list[str], bool]:

@@ -162,19 +162,6 @@ def tying_after_sharding(rank: int, strategy: str) -> list[str]:
 
 
 @CHECKS.check
-def loading_names_with_prefixes(rank: int, strategy: str) -> list[str]:
-    """As DistributedDataParallel and torch.compile leave them; the fix that is named loads."""
-    run, state = run_of(Net, rank, strategy), Net().state_dict()
-    found = []
-    for prefix in ("module.", "_orig_mod."):
-        wrapped = {prefix + name: value for name, value in state.items()}
-        told = rf"names begin with '{prefix}': load {{name.removeprefix\('{prefix}'\): value for"
-        found += said(partial(run.model.load_state_dict, wrapped), Exception, told)
-        run.model.load_state_dict({name.removeprefix(prefix): value for name, value in wrapped.items()})
-    return found
-
-
-@CHECKS.check
 def buffers_on_meta(rank: int, strategy: str) -> list[str]:
     """`initial_value` gives parameters, and buffers would stay on meta until a forward fails in torch."""
     with torch.device("meta"):
@@ -190,14 +177,6 @@ def buffers_on_meta(rank: int, strategy: str) -> list[str]:
     model = shard()
     model(torch.ones(2, 6))
     return found
-
-
-@CHECKS.check
-def moving_to_where_it_is(rank: int, strategy: str) -> list[str]:
-    """`cpu:0` is `cpu`; what would cast is refused."""
-    model = run_of(Net, rank, strategy).model
-    found = [] if model.to("cpu:0").to(torch.device("cpu", 0)).cpu() is model else ["another model"]
-    return found + said(partial(model.to, "cpu:0", torch.float64), NotImplementedError, "cannot be cast or moved")
 
 
 test_it_is_right_or_said_at_once = each_holds(__name__, CHECKS)

@@ -237,20 +237,6 @@ def a_module_alone_beside_main_weights(rank: int, strategy: str) -> list[str]:
 
 
 @CHECKS.check
-def an_optimizer_beside_the_arguments_of_the_signature(rank: int, strategy: str) -> list[str]:
-    """The pair trains as the one that megatron-fsdp's names give."""
-    trained = []
-    for names in (("unit_modules", "strategy"), ("fsdp_unit_modules", "zero_dp_strategy")):
-        module = Net()
-        given = dict(zip(names, (module.units, strategy), strict=True))
-        run = Run(module, *fully_shard(module, plain_sgd(module), **given), (rank,))
-        run.train(2)
-        with module.unsharded():
-            trained.append([param.detach().clone() for param in module.parameters()])
-    return [] if all(map(torch.equal, *trained)) else ["the pairs differ"]
-
-
-@CHECKS.check
 def initialising_unseeded(rank: int, strategy: str) -> list[str]:
     """Each rank draws its own numbers: named where replicas are compared."""
     module = Net()

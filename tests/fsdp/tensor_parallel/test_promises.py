@@ -67,20 +67,6 @@ def training(rank: int, strategy: str) -> list[str]:
     return told + [f"norm {norm}, not {other}" for norm, other in pairs if abs(norm / other - 1) > 1e-13]
 
 
-def norms(_: int, strategy: str) -> list[str]:
-    """Every order of norm counts each element once."""
-    case = asked(strategy)
-    mesh = mesh_of(case)
-    model, _optimizer = sharded(case, mesh)
-    loss_of(model, rows(case, mesh)).backward()
-    whole = torch.cat([value.flatten() for _, value in model.full_gradients()])
-    weights = torch.cat([value.flatten() for _, value in model.full_weights()])
-    pairs = [(model.grad_norm(), float(torch.linalg.vector_norm(whole)))]
-    pairs.append((model.weight_norm(), float(weights.norm())))
-    model.close()
-    return [f"{found} is not {wanted}" for found, wanted in pairs if abs(found / wanted - 1) > 1e-12]
-
-
 def meta(_: int, strategy: str) -> list[str]:
     """A model that was cut on the meta device is reset to the numbers of an ordinary construction."""
     mesh = mesh_of(asked(strategy))
@@ -306,7 +292,6 @@ def plans(rank: int, strategy: str) -> list[str]:
 
 CHECKS = {
     "training": training,
-    "norms": norms,
     "meta": meta,
     "frozen": frozen,
     "marks": marks,
@@ -329,10 +314,10 @@ MUTANTS = of_slips(
     r"""
     copies count twice: What every tensor-parallel rank has whole is counted by each of them in norms
         fsdp.tensor_parallel.TpShard.is_counted_here: True
-        norms
+        training
     cut weights count once: Of what is cut, one tensor-parallel rank's TP shard alone is counted in norms
         fsdp.tensor_parallel.TpShard.is_counted_here: self.rank == 0 or not self.is_copied => self.rank == 0
-        norms
+        training
     a term for the sum: The gradient of a norm under sequence parallelism is this rank's term of it
         fsdp.tensor_parallel.gradient_here: if gradient.placements != placements
             => if gradient.placements != placements and not placements[0].is_replicate()
