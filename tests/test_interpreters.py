@@ -112,7 +112,7 @@ def test_the_desk_judges_without_torch(version: str, wheel: Path, tmp_path: Path
     arm = whole(tmp_path / "runs")
     typed = python.with_name("harness")
     as_here = {"HARNESS_TYPED": str(typed.relative_to(tmp_path)), "PYTHONPATH": str(ROOT)}
-    for words in (["verdict", "lab"], ["watch", "lab", "--once"], ["show", str(arm)]):
+    for words in (["verdict", "lab"], ["watch", "lab"], ["show", str(arm)]):
         assert ran(typed, *words, cwd=tmp_path) == ran(sys.executable, "-m", "harness", *words, cwd=tmp_path, **as_here)
     assert ran(typed, "report", "lab", cwd=tmp_path)
     assert "<html" in (tmp_path / "runs" / "lab" / "report.html").read_text(encoding="utf-8")

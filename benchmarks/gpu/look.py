@@ -9,10 +9,9 @@ import subprocess
 import sys
 from typing import Any
 
-from harness.store.interpreter import NEEDED
-
 MODULES = (
-    *(*NEEDED, "yaml", "harness.cli.main", "harness.parity.judgement", "harness.bench.record", "harness.worker"),
+    *("hydra", "omegaconf", "submitit", "jinja2", "numpy", "psutil", "pydantic", "safetensors", "scipy", "xxhash"),
+    *("yaml", "harness.cli.main", "harness.parity.judgement", "harness.bench.record", "harness.worker"),
     *("harness.train", *(f"harness.engines.adapters.{name}" for name in ("single", "native", "ddp", "fsdp2", "fsdp1"))),
 )
 PEERS = ("megatron_fsdp", "deepspeed")

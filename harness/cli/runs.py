@@ -36,7 +36,6 @@ def located(root: str, word: str) -> tuple[str, str]:
 
 def watch_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("study", metavar="STUDY", nargs="?", help="only runs of this study, or of this folder")
-    parser.add_argument("--once", action="store_true", help="print the table once, also on a terminal")
 
 
 def run_watch(arguments: Namespace) -> int:
@@ -44,7 +43,7 @@ def run_watch(arguments: Namespace) -> int:
     if arguments.study is not None:
         arguments.root, named = located(arguments.root, arguments.study)
     store = Store(arguments.root)
-    seen = watch(store, named, follow=not arguments.once)
+    seen = watch(store, named)
     bad = {one.study for one in seen if one.bad}
     runs = [run for run in store.runs(named) if not bad or run.path.parent.name in bad]
     study = max(runs, key=lambda run: run.path.stat().st_mtime).path.parent.name
@@ -130,6 +129,6 @@ def gc_arguments(parser: ArgumentParser) -> None:
 
 def run_gc(arguments: Namespace) -> int:
     store = Store(arguments.root)
-    gc(store, probe(), checkpoints=arguments.checkpoints, apply=arguments.yes)
+    gc(store, checkpoints=arguments.checkpoints, apply=arguments.yes)
     say_next(arguments, *["watch"] * bool(store.runs()))
     return 0

@@ -225,8 +225,6 @@ class ClusterConfig(Group):
     interface: str | None = None
     """Network interface of gloo and NCCL (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME), as ip addr shows it.
     null: loopback where all ranks are on one host; else gloo uses the one that leads to rank 0, and NCCL chooses."""
-    slots: Annotated[int, Range(1, 2**16, "ranks"), Only("cluster.backend", "local")] = 2
-    """Ranks that may run at a time on this machine. A sweep starts cells while slots are free, at least one cell."""
     partition: Annotated[str | None, SLURM] = None
     """SLURM partition."""
     account: Annotated[str | None, SLURM] = None

@@ -6,15 +6,18 @@ Ends of runs, and new attempts of failed ones.
 from __future__ import annotations
 
 import shlex
+import signal
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from itertools import groupby
 
 from harness.config.compose import Cell
 from harness.config.errors import refuse
 from harness.config.rank_environment import run_environment
 from harness.config.schema import Rerun
-from harness.launch.local.pool import Pool, exit_code
-from harness.launch.local.ranks import rank_environment, worker_command
+from harness.launch.local.pool import exit_code, listening, run_here, timing
+from harness.launch.local.ranks import rank_environment
 from harness.launch.local.run import EXIT_CODES, Ended, run_inline
 from harness.launch.opening import Action, Decision, Opened, Sources, in_blocks, is_timed, look, open_here
 from harness.launch.slurm import submission
@@ -23,7 +26,7 @@ from harness.launch.slurm.submission import Batch
 from harness.launch.terminal import Listener, RunDisplay, Terminal
 from harness.launch.watch import wait_for
 from harness.store import commands, provenance, screen, status
-from harness.store.errors import EXIT_BUSY, StoreError
+from harness.store.errors import EXIT_BUSY, Busy, StoreError
 from harness.store.files import Lock, is_held, write_atomic
 from harness.store.labels import named
 from harness.store.rank_place import stop_signals_blocked
@@ -37,8 +40,8 @@ PREEMPTED = EXIT_CODES[State.preempted]
 def submit(cells: Sequence[Cell], terminal: Terminal | None = None) -> int:
     """Run, submit, or preview cells; returns the exit code of the request.
 
-    Local cells run in the foreground, side by side within the slots. SLURM cells are submitted in arrays, without
-    waiting unless launch.wait. Done and running cells are not started.
+    Local cells run in the foreground, one after another. SLURM cells are submitted in arrays, without waiting unless
+    launch.wait. Done and running cells are not started.
 
     Raises `StoreError`: a run is in use or damaged; nothing of this cell was started. `OSError`: the store cannot be
     written.
@@ -73,12 +76,30 @@ class _Request:
             with stop_signals_blocked():  # until the rank listens
                 codes += self._run_one(local[0], run_inline)
         elif local:
-            told = self._on_decision, self._on_start, self._on_end
-            codes += Pool(self._store, self._sources, self._jobs, *told).run(local)
+            codes += self._run_local(local)
         code = exit_code(codes)
         for command in self._next(code):
             self._terminal.line(f"next: {command}")
         return code
+
+    def _run_local(self, cells: Sequence[Cell]) -> list[int]:
+        """In the order of `in_blocks`: timed ones last, while no other request times."""
+        codes: list[int] = []
+        with listening() as asked:
+            for are_timed, some in groupby(cells, key=is_timed):
+                with timing(asked, self._terminal.line) if are_timed else nullcontext():
+                    codes += [code for cell in some for code in ([] if asked else self._try(cell, asked))]
+        return [*codes, 130 if signal.SIGINT in asked else 75] if asked else codes
+
+    def _try(self, cell: Cell, asked: Sequence[signal.Signals]) -> list[int]:
+        """Run a cell; among several, a damaged or failing one spoils no other."""
+        try:
+            return self._run_one(cell, lambda opened, lock, listener: run_here(opened, lock, listener, asked))
+        except (StoreError, OSError) as error:
+            if not self._several:
+                raise
+            self._on_decision(cell, Decision(Action.leave, f"not started: {error}"))
+            return [EXIT_BUSY if isinstance(error, Busy) else 1]
 
     def _submit(self, cells: Sequence[Cell]) -> list[int]:
         of = self._store, cells, self._sources, self._jobs, self._on_decision
@@ -108,26 +129,23 @@ class _Request:
         return [ended.exit_code]
 
     def _on_decision(self, cell: Cell, decision: Decision) -> None:
-        self._terminal.settle(f"{self._place(cell)}{self._store.path_of(cell)}: {decision.why}")
+        self._terminal.line(f"{self._place(cell)}{self._store.path_of(cell)}: {decision.why}")
 
     def _on_start(self, opened: Opened) -> Listener:
         world_size = opened.cell.typed.mesh.world_size
         if opened.over:
-            self._terminal.settle(f"{self._place(opened.cell)}{opened.run.path}: {opened.over}")
+            self._terminal.line(f"{self._place(opened.cell)}{opened.run.path}: {opened.over}")
         begun = f"{screen.counted(world_size, 'rank')}, attempt {opened.attempt}"
         label = self._place(opened.cell) + self._labels[opened.cell.signature] if self._several else ""
-        if self._several and self._terminal.moving:
-            self._terminal.update(f"{label}  {begun}")
-        else:
-            self._terminal.line(f"{self._place(opened.cell)}{opened.run.path}: {begun}")
+        self._terminal.line(f"{self._place(opened.cell)}{opened.run.path}: {begun}")
         return RunDisplay(self._terminal, opened.cell.typed.train.steps, label)
 
     def _on_end(self, opened: Opened, ended: Ended) -> None:
         if ended.report:
             self._terminal.line(f"\n{ended.report}")
         logs = "" if ended.state is State.done else f" (logs: {opened.run.attempt_dir(opened.attempt)})"
-        line = f"{self._place(opened.cell)}{opened.run.path}: {ended.state.value}, {ended.reason}{logs}"
-        (self._terminal.settle if self._several else self._terminal.line)(line)
+        place = f"{self._place(opened.cell)}{opened.run.path}"
+        self._terminal.line(f"{place}: {ended.state.value}, {ended.reason}{logs}")
 
     def _place(self, cell: Cell) -> str:
         if not self._several:
@@ -169,19 +187,11 @@ def preview(cells: Sequence[Cell]) -> str:
         parts.append(f"\n{store.path_of(cell)}\n    {decision.action.value}: {decision.why}")
         parts.extend(f"    {override}" for override in cell.overrides)
     if local := [cell for cell in cells if not submission.is_remote(cell)]:
-        parts.append(_local(store, local[0]))
+        config = local[0].typed
+        ranks = f"\nrank 0 of {config.mesh.world_size} on this machine (the others differ in RANK and LOCAL_RANK):\n"
+        parts.append(ranks + _assignments(rank_environment(config, 0, start="TOKEN")))
     parts.extend(_script(store, batch) for batch in batches)
     return "\n".join(parts)
-
-
-def _local(store: Store, cell: Cell) -> str:
-    config = cell.typed
-    variables = rank_environment(config, 0, start="TOKEN")
-    command = shlex.join(worker_command(store.path_of(cell), 0))
-    return (
-        f"\nrank 0 of {config.mesh.world_size} on this machine (the others differ in RANK and LOCAL_RANK):\n"
-        f"{_assignments(variables)}\n    {command}"
-    )
 
 
 def _script(store: Store, batch: Batch) -> str:

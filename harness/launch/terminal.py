@@ -1,20 +1,20 @@
-"""Progress and ends for people: a moving line on a terminal, a few plain lines elsewhere."""
+"""Progress and ends for people: a few lines."""
 
 from __future__ import annotations
 
-import os
 import statistics
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import IO, Any
 
 from harness.store import screen
 from harness.store.results import rates
 
-PLAIN_LINES = 10
-PLAIN_PAUSE_S = 15.0
+LINES = 10
+PAUSE_S = 15.0
 RECENT_STEPS = 20
 
 
@@ -54,9 +54,7 @@ class RunDisplay:
         self._times.append(message["step_time_s"])
         self._held_out = (message.get("validation") or {}).get("loss") or self._held_out
         line = progress_line(message, self._steps, self._held_out, statistics.median(self._times))
-        if self._terminal.moving:
-            self._terminal.update(self._labelled(line))
-        elif self._is_due(message["step"]):
+        if self._is_due(message["step"]):
             self._last_shown = time.monotonic()
             self._terminal.line(self._labelled(line))
 
@@ -64,43 +62,16 @@ class RunDisplay:
         return f"{self._label}  {text}" if self._label else text
 
     def _is_due(self, step: int) -> bool:
-        regular = step in (1, self._steps) or step % max(1, self._steps // PLAIN_LINES) == 0
-        late = time.monotonic() - self._last_shown > PLAIN_PAUSE_S
+        regular = step in (1, self._steps) or step % max(1, self._steps // LINES) == 0
+        late = time.monotonic() - self._last_shown > PAUSE_S
         return late or regular
 
 
 class Terminal:
     def __init__(self, out: IO[str] | None = None) -> None:
         self._out = screen.plain(out or sys.stdout)
-        self.moving = self._out.isatty() and os.environ.get("TERM") != "dumb"
-        self._open = False
 
     def line(self, text: str) -> None:
-        if self._open:
-            self._write("\n")
-            self._open = False
-        self._write(screen.visible(text) + "\n")
-
-    def settle(self, text: str) -> None:
-        if self._open:
-            self._write("\r\x1b[K")
-            self._open = False
-        self.line(text)
-
-    def page(self, text: str) -> None:
-        if self.moving:
-            self._write(f"\x1b[H\x1b[J{screen.visible(text)}\n")
-        else:
-            self.line(text)
-
-    def update(self, text: str) -> None:
-        """Replace the moving line, truncated to the width, because a wrapped line could not be replaced."""
-        self._write(f"\r\x1b[K{screen.cut(screen.visible(text), screen.width())}")
-        self._open = True
-
-    def _write(self, text: str) -> None:
-        try:
-            self._out.write(text)
+        with suppress(OSError):  # `run.py | head`, or a log on a full disk: the run itself goes on
+            self._out.write(screen.visible(text) + "\n")
             self._out.flush()
-        except (BrokenPipeError, OSError):  # `run.py | head`, or a log on a full disk: the run itself goes on
-            self.moving = False

@@ -18,7 +18,6 @@ from harness.store.results import results
 from harness.store.rundir import RunDir, Store
 from harness.store.status import MOVING, JobProbe, State
 
-POLL_S = 2.0
 LEGIBLE = 24
 OPTIONAL = frozenset({"held out", "tokens/s", "TFLOP/s", "MFU"})
 """Columns that are left out where no run has them."""
@@ -133,21 +132,10 @@ def _groups(found: Iterable[Row]) -> list[str]:
     return ["", "failures:", *(f"  {len(reasons)} x {reasons[0]}" for reasons in ordered), ""] if bad else [""]
 
 
-def watch(
-    store: Store, study: str | None = None, *, follow: bool = True, terminal: Terminal | None = None
-) -> list[Row]:
-    terminal = terminal or Terminal()
-    shown = ""
-    while True:
-        found = rows(store, study, probe())
-        text = render(found, screen.width())
-        moving = any(one.state in MOVING for one in found)
-        if text != shown:
-            terminal.page(text)
-            shown = text
-        if not (follow and terminal.moving and moving):
-            return found
-        time.sleep(POLL_S)
+def watch(store: Store, study: str | None = None) -> list[Row]:
+    found = rows(store, study, probe())
+    print(render(found, screen.width()))
+    return found
 
 
 WAIT_S = 5.0

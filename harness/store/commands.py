@@ -22,9 +22,8 @@ TYPED = "HARNESS_TYPED"
 
 
 def started_as_script(argv0: str, environment: MutableMapping[str, str] = os.environ) -> None:
-    found = shutil.which(SCRIPT)
-    on_path = found is not None and os.path.abspath(found) == os.path.abspath(argv0)
-    environment[TYPED] = SCRIPT if on_path else shown(argv0)
+    script, found = os.path.abspath(argv0), shutil.which(SCRIPT)
+    environment[TYPED] = SCRIPT if found and os.path.abspath(found) == script else shlex.quote(script)
 
 
 def request(words: str = "", folder: str = "") -> str:
@@ -49,11 +48,7 @@ def is_usual(root: Path | str) -> bool:
 
 
 def _harness(start: str | None = None) -> str:
-    typed = os.environ.get(TYPED)
-    if typed and start:
-        (typed,) = shlex.split(typed)
-        return SCRIPT if typed == SCRIPT else shown(typed, start)
-    return typed or f"{python(start)} -m harness"
+    return os.environ.get(TYPED) or f"{python(start)} -m harness"
 
 
 def page(name: str) -> str:
@@ -62,7 +57,7 @@ def page(name: str) -> str:
 
 
 def install(extra: str) -> str:
-    package = DISTRIBUTION if ROOT.name == SHIPPED else _nearest(ROOT)
+    package = DISTRIBUTION if ROOT.name == SHIPPED else os.path.relpath(ROOT)
     return f"{python()} -m pip install {shlex.quote(f'{package}[{extra}]')}"
 
 
@@ -77,11 +72,6 @@ def python(start: str | None = None) -> str:
 
 
 def shown(path: Path | str, start: str | None = None) -> str:
-    return shlex.quote(_nearest(path, start))
-
-
-def _nearest(path: Path | str, start: str | None = None) -> str:
+    """Shell word of a path, relative to `start` (the current folder by default) where it lies below."""
     relative = os.path.relpath(path, start)
-    if not relative.startswith(".."):
-        return relative
-    return os.path.abspath(path) if start else str(path)
+    return shlex.quote(os.path.abspath(path) if relative.startswith("..") else relative)

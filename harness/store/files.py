@@ -88,12 +88,8 @@ class Lock:
     def acquire(cls, path: Path, *, timeout_s: float = 0.0) -> Lock | None:
         """Take the lock within `timeout_s` seconds; None if another holds it.
 
-        Raises `StoreError`: the file system has no locks, or the file is another user's. `OSError`: the lock file
-        cannot be made.
+        Raises `StoreError`: the file system has no locks. `OSError`: the lock file cannot be made or opened.
         """
-        if os.path.lexists(path) and os.geteuid() and (owner := path.lstat().st_uid) not in (os.geteuid(), 0):
-            mine = "choose a study or a store of your own (study.name, launch.root), or remove it"
-            raise StoreError(f"the lock {path} belongs to user {owner}, who could keep it for ever; {mine}")
         descriptor = _open(path)
         deadline = time.monotonic() + timeout_s
         while True:
@@ -129,30 +125,22 @@ class Lock:
         self.release()
 
 
-_LOCK_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-"""Flags of a lock's open: no links, and no blocking on a FIFO."""
-
-
 def _open(path: Path) -> int:
     """Descriptor of a lock, readable by its owner alone, because whoever can open it can lock it.
 
-    Raises `StoreError`: it is no regular file. `PermissionError`: it is another user's.
+    Raises `OSError`: it is a link or no regular file, or (`PermissionError`) another user's.
     """
+    flags = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # no links, and no blocking on a FIFO
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | _LOCK_FLAGS, PRIVATE)
-    except (IsADirectoryError, NotADirectoryError) as error:
-        raise StoreError(f"the lock {path} cannot be taken: {error.strerror}; remove what is in its place") from error
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | flags, PRIVATE)
     except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENXIO):
-            raise StoreError(f"the lock {path} is a link or a FIFO, as no lock of ours is; remove it") from error
         if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise
-    else:
-        found = os.fstat(descriptor)
-        if found.st_uid == os.geteuid() and found.st_mode & 0o7777 != PRIVATE:
-            os.fchmod(descriptor, PRIVATE)  # a umask, or an older version, left it otherwise
-        return descriptor
-    return os.open(path, os.O_RDONLY | _LOCK_FLAGS)  # an archive: it can be looked at
+        return os.open(path, os.O_RDONLY | flags)  # an archive: it can be looked at
+    found = os.fstat(descriptor)
+    if found.st_uid == os.geteuid() and found.st_mode & 0o7777 != PRIVATE:
+        os.fchmod(descriptor, PRIVATE)  # a umask, or an older version, left it otherwise
+    return descriptor
 
 
 def is_held(path: Path) -> bool:

@@ -14,9 +14,9 @@ from harness.store import status
 from harness.store.errors import StoreError
 from harness.store.files import is_held
 from harness.store.reading import folder_names
-from harness.store.rundir import MARK, RunDir, Store
+from harness.store.rundir import MARK, Store
 from harness.store.screen import counted, size
-from harness.store.status import JobProbe, State, Status
+from harness.store.study import done
 
 SETTLED_S = 3600.0
 
@@ -29,10 +29,10 @@ class Item:
     """Bytes."""
 
 
-def garbage(store: Store, jobs: JobProbe | None = None, *, checkpoints: bool = False) -> list[Item]:
+def garbage(store: Store, *, checkpoints: bool = False) -> list[Item]:
     """Removable items; nothing is touched.
 
-    Args: jobs: scheduler's view of submitted runs. checkpoints: also those of done runs, which cannot be resumed.
+    Args: checkpoints: also those of done runs, which cannot be resumed.
 
     Raises `StoreError`: the root lacks the mark of a store.
     """
@@ -41,19 +41,12 @@ def garbage(store: Store, jobs: JobProbe | None = None, *, checkpoints: bool = F
             f"{store.root} is no store of runs: it has no file {MARK}; give the folder of launch.root as --root (a "
             "store of an older version gets its mark when a run is started in it)"
         )
-    return [*_unfinished(store), *(_checkpoints(store, jobs) if checkpoints else ())]
+    return [*_unfinished(store), *(_checkpoints(store) if checkpoints else ())]
 
 
-def gc(
-    store: Store,
-    jobs: JobProbe | None = None,
-    *,
-    checkpoints: bool = False,
-    apply: bool = False,
-    say: Callable[[str], None] = print,
-) -> None:
+def gc(store: Store, *, checkpoints: bool = False, apply: bool = False, say: Callable[[str], None] = print) -> None:
     """Print each item, remove it with `apply`, and print the sum. Raises `OSError`: one cannot be removed."""
-    items = garbage(store, jobs, checkpoints=checkpoints)
+    items = garbage(store, checkpoints=checkpoints)
     for item in items:
         say(f"{size(item.size):>9}  {item.path}  ({item.why})")
     for path in (item.path for item in items if apply):
@@ -89,18 +82,10 @@ def _unfinished(store: Store) -> Iterator[Item]:
                 yield _item(path, "left by a crash")
 
 
-def _found(run: RunDir, jobs: JobProbe | None) -> Status | StoreError | None:
-    try:
-        return status.effective(run.path, jobs)
-    except StoreError as error:
-        return error
-
-
-def _checkpoints(store: Store, jobs: JobProbe | None) -> Iterator[Item]:
-    for run in store.runs():
+def _checkpoints(store: Store) -> Iterator[Item]:
+    for run in done(store.runs()):
         ours = [path for path in run.checkpoints() if path.is_dir() and not path.is_symlink()]
-        found = _found(run, jobs) if ours and not run.ckpt.is_symlink() else None
-        if not isinstance(found, Status) or found.state is not State.done:
+        if not ours or run.ckpt.is_symlink():
             continue
         alone = len(ours) == len(folder_names(run.ckpt))
         for path in [run.ckpt] if alone else ours:

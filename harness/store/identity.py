@@ -59,7 +59,7 @@ RENAMED: Mapping[str, Mapping[str, str]] = {
 """Former names of settings by those of today, which stored runs and all signatures have."""
 REMOVED: Mapping[str, Mapping[str, Any]] = {
     "launch": {"fail_fast": False, "fork": None},
-    "cluster": {"bind_to_device": True, "container_image": None, "container_mounts": [], "gres": None},
+    "cluster": {"bind_to_device": True, "container_image": None, "container_mounts": [], "gres": None, "slots": 2},
     "dtype": {"fp8_history": 1024},
     "engine": {"accumulate_unsharded": False, "unit_min_elements": 0, "prefetch_limit_bytes": None},
     "ckpt": {"background": False},

@@ -12,7 +12,6 @@ import platform
 import re
 import socket
 import subprocess
-import sys
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from functools import cache
@@ -70,22 +69,14 @@ def desk_facts(peers: Iterable[str] = ()) -> dict[str, Any]:
 
 
 def machine_facts(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    system = os.uname()  # `platform.platform()` starts `uname -p`
     return {
-        "platform": _platform(),
+        "platform": f"{system.sysname}-{system.release}-{system.machine}",
         "machine": platform.machine(),
         "cpu_model": cpu_model(),
         "cpu_count": os.cpu_count(),
         "environment": allowed(environment),
     }
-
-
-def _platform() -> str:
-    """Text of `platform.platform()`, which starts `uname -p` for a processor that it does not name."""
-    library = "".join(platform.libc_ver())
-    if sys.platform != "linux" or not library:
-        return platform.platform()
-    system = os.uname()
-    return f"{system.sysname}-{system.release}-{system.machine}-with-{library}"
 
 
 def allowed(environment: Mapping[str, str]) -> dict[str, str]:

@@ -20,7 +20,6 @@ from harness.store.shapes import Shape, fault
 MAX_BYTES = 256 * 2**20
 """Largest file read in full; records of steps are read line by line and may be larger."""
 REPAIR = "repair it or remove the run directory"
-_KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
 
 
 def open_regular(path: Path, *, own: bool = False) -> BinaryIO | None:
@@ -37,7 +36,7 @@ def open_regular(path: Path, *, own: bool = False) -> BinaryIO | None:
     found = os.fstat(descriptor)
     if not stat.S_ISREG(found.st_mode):
         os.close(descriptor)
-        raise StoreError(f"{path} is {_KINDS.get(stat.S_IFMT(found.st_mode), 'a device')}, not a file; remove it")
+        raise StoreError(f"{path} is no regular file; remove it")
     if own and found.st_uid != os.getuid():
         os.close(descriptor)
         raise StoreError(

@@ -193,7 +193,3 @@ def _sizes(
         sizes[widest] -= 1
         excess -= 1
     return sizes, excess
-
-
-def cut(line: str, columns: int) -> str:
-    return line if len(line) <= columns else line[: columns - 1] + "…"

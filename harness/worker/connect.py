@@ -16,7 +16,6 @@ from harness.config.schema import Config, Device, MeasureMode, Numerics, SharpAx
 from harness.engines.protocol import Ranks
 from harness.fsdp import SharpOwnership
 from harness.probe.meters import note_before_rendezvous
-from harness.probe.network import SEVERAL_RANKS_A_DEVICE, loaded_version
 from harness.store.rank_place import RankPlace
 from harness.worker.rendezvous import LOOPBACK, interface_towards, meet
 
@@ -29,7 +28,7 @@ GLOO_INTERFACE, NCCL_INTERFACE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 def set_up_torch(config: Config, place: RankPlace) -> torch.device:
     """Set threads and determinism, and return the device; on CUDA also disable TF32.
 
-    Raises `ValueError`: this process sees no CUDA device for this rank.
+    Raises `RuntimeError`, torch's: this process sees no such CUDA device.
     """
     torch.set_num_threads(config.cluster.threads_per_rank)
     if config.numerics.mode is not Numerics.fast:
@@ -39,8 +38,7 @@ def set_up_torch(config: Config, place: RankPlace) -> torch.device:
         torch.utils.deterministic.fill_uninitialized_memory = fills  # type: ignore[attr-defined] # torch leaves it untyped
     if config.cluster.device is not Device.cuda:
         return torch.device("cpu")
-    index = device_index(place.local_rank, config.cluster.ranks_per_device, torch.cuda.device_count())
-    device = torch.device("cuda", index)
+    device = torch.device("cuda", device_index(place.local_rank, config.cluster.ranks_per_device))
     torch.cuda.set_device(device)
     # TF32 has 10 bits where fp32 has 23. torch leaves it off in matrix products, but on in convolutions.
     torch.backends.cuda.matmul.allow_tf32 = False
@@ -49,27 +47,11 @@ def set_up_torch(config: Config, place: RankPlace) -> torch.device:
     return device
 
 
-def check_sharing(config: Config) -> None:
-    """Raises `RuntimeError`: ranks share devices, which the loaded NCCL does not support."""
-    shared = config.cluster.ranks_per_device
-    if shared == 1 or config.cluster.device is not Device.cuda:
-        return
-    loaded = loaded_version()
-    if loaded is None or loaded[:2] < SEVERAL_RANKS_A_DEVICE:
-        least = ".".join(map(str, SEVERAL_RANKS_A_DEVICE))
-        raise RuntimeError(
-            f"cluster.ranks_per_device={shared} needs NCCL {least} or newer, and this process has loaded"
-            f" {loaded or 'one that does not tell its version'}; put a newer libnccl.so.2 before it (LD_PRELOAD=.../"
-            "libnccl.so.2, from the wheel nvidia-nccl-cu13), or set cluster.ranks_per_device=1"
-        )
-
-
 def join(config: Config, place: RankPlace, attempt: Path, device: torch.device) -> Ranks:
     """Join the default group. Collective over all ranks.
 
     The group's own timeout exceeds the hang watch: a hang is reported with every rank's stack, not as a timeout.
     """
-    check_sharing(config)
     ownership = SharpOwnership(device)
     if not wants_infiniband_sharp(config):
         _create(config, place, attempt, device)
@@ -138,20 +120,9 @@ def leave(ranks: Ranks, met_in: Path) -> None:
         met_in.unlink(missing_ok=True)
 
 
-def device_index(local_rank: int, ranks_per_device: int, visible: int) -> int:
+def device_index(local_rank: int, ranks_per_device: int) -> int:
     """CUDA device index of a rank; neighbouring ranks share one.
 
-    Args: visible: devices of this process; a scheduler with one each (srun --gpus-per-task) shows every rank its own as
-    number 0.
-
-    Raises `ValueError`: there are too few devices.
+    A scheduler with one device each (srun --gpus-per-task) shows every rank its own as number 0.
     """
-    index = 0 if visible == 1 else local_rank // ranks_per_device
-    if index < visible:
-        return index
-    least = -(-(local_rank + 1) // visible) if visible else 1
-    raise ValueError(
-        f"local rank {local_rank} would compute on CUDA device {index}, and this process sees {visible}"
-        f" (CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', 'unset')}); ask for as many devices as ranks,"
-        f" or let ranks share them with cluster.ranks_per_device={least}, or set cluster.device=cpu"
-    )
+    return 0 if torch.cuda.device_count() == 1 else local_rank // ranks_per_device

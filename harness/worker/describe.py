@@ -97,8 +97,9 @@ def described(kind: str, setting: str, name: str, shaping: Mapping[str, Any]) ->
     if not wanted(found):
         what = "has no" if found is None else "has no function" if kind == "fault" else "has no class"
         own = [n for n, value in vars(module).items() if wanted(value) and value.__module__ == module.__name__]
-        choices, fix = (name for name in own if not name.startswith("_")), nearest(module, attribute, setting)
-        raise Unusable(f"{module.__name__} {what} {attribute}", choices=", ".join(choices), fix=fix)
+        near = difflib.get_close_matches(attribute, own, n=1)
+        fix = f"{setting}={module.__name__}:{near[0]}" if near else ""
+        raise Unusable(f"{module.__name__} {what} {attribute}", choices=", ".join(own), fix=fix)
     with trying("trying it"):
         answer = TRIALS[kind](found, load_config(shaping))
     root, files = sources(module)
@@ -125,12 +126,6 @@ def where(error: BaseException) -> str:
         place = f", {error.filename}:{error.lineno}"
     text = str(error).splitlines()[0] if str(error) else ""
     return f"{type(error).__name__}: {text}{place}"
-
-
-def nearest(module: Any, attribute: str, setting: str) -> str:
-    names = [n for n in vars(module) if not n.startswith("_") and n != attribute]
-    near = difflib.get_close_matches(attribute, names, n=1)
-    return f"{setting}={module.__name__}:{near[0]}" if near else ""
 
 
 def sources(module: Any) -> tuple[Path, list[str]]:

@@ -186,7 +186,7 @@ def test_an_unfinished_study_is_asked_for_as_it_was(
     runs = ask(place, told, make(State.failed, but=1))
     assert {cluster["time_min"] for cluster in runs.values()} == {77}
     assert len(runs) == 4
-    verbs = ["verdict two", "report two --markdown", "watch two --once", "bench two"]
+    verbs = ["verdict two", "report two --markdown", "watch two", "bench two"]
     assert not faults(place, verbs, runs, capsys, told, may_start=True)
     one, other = (run for run in Store(place.root).runs("two")[:2])
     verbs = [f"show '{one.path}'", f"compare '{one.path}' '{other.path}'"]
@@ -199,7 +199,7 @@ def test_what_is_whole_is_looked_at_and_what_is_done_is_compared(
     monkeypatch.chdir(tmp_path)
     told, root = tmp_path / "told", place.root
     runs = ask(place, told, make(State.cancelled))
-    verbs = ["watch two --once", "watch --once", "gc", "cancel two"]
+    verbs = ["watch two", "watch", "gc", "cancel two"]
     assert not faults(place, verbs, runs, capsys, told, may_start=False)
     assert not [
         each for verb in verbs for each in printed([*verb.split(), "--root", str(root)], capsys) if "verdict" in each
@@ -207,7 +207,7 @@ def test_what_is_whole_is_looked_at_and_what_is_done_is_compared(
     for seed in (1, 2):
         make(State.done)([compose([f"train.seed={seed}", f"launch.root={quote(str(root))}"])])
     pair = [run.path for run in Store(root).runs("adhoc")]
-    verbs = ["watch adhoc --once", f"show '{pair[0]}'", f"diff '{pair[0]}' '{pair[1]}'"]
+    verbs = ["watch adhoc", f"show '{pair[0]}'", f"diff '{pair[0]}' '{pair[1]}'"]
     assert not faults(place, verbs, dict.fromkeys(map(str, pair)), capsys, told, may_start=False)
     every = [each for verb in verbs for each in printed([*shlex.split(verb), "--root", str(root)], capsys)]
     assert [" compare " in each for each in every] == [True, True, True]

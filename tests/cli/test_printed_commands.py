@@ -155,7 +155,7 @@ def test_a_verb_is_understood_and_a_reading_one_carried_out(
             assert main(then[3:]) != 2, capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", ["watch lab --once", "show RUN", "diff RUN RUN", "verdict lab", "report lab"])
+@pytest.mark.parametrize("words", ["watch lab", "show RUN", "diff RUN RUN", "verdict lab", "report lab"])
 def test_what_the_console_script_prints_is_typed_as_the_console_script(
     words: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -258,7 +258,7 @@ def test_variables_that_no_launcher_sets_are_a_bad_request(
     ("words", "others"),
     [
         (["--help"], ("revisions", "parity", "launch.slurm", "report", "wandb_sync", "bench")),
-        (["watch", "--once"], ("revisions", "parity.tiers", "report", "wandb_sync", "bench")),
+        (["watch"], ("revisions", "parity.tiers", "report", "wandb_sync", "bench")),
         (
             ["completion", "bash", "--line", "python run.py shard"],
             ("revisions", "parity", "report", "wandb_sync", "bench"),

@@ -196,7 +196,6 @@ def test_a_typed_knob_without_effect_is_refused(knob: str) -> None:
         "measure.trace_ranks": "[1]",
     }
     needs = {
-        "cluster.slots": ["cluster=slurm"],
         "data.path": ["data=synthetic"],
         "optimizer.momentum": ["optimizer=adam"],
     }

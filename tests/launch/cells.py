@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from copy import deepcopy
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
+import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from harness.config.compose import Cell, plain
 from harness.config.schema import Config
+from harness.launch.local import ranks
 
 SMALL = (
     "engine.name=ddp",
@@ -27,10 +30,7 @@ SMALL = (
 
 
 def make_cell(root: Path, *overrides: str) -> Cell:
-    """A small cell stored under `root`; later overrides win.
-
-    Its ranks are started by `worker_command`, which tests replace.
-    """
+    """A small cell stored under `root`; later overrides win."""
     config = deepcopy(_small())
     asked = OmegaConf.from_dotlist([f"launch.root={root}", *overrides])
     for group, settings in asked.items():
@@ -49,3 +49,11 @@ def _group(name: str) -> DictConfig:
     """The typed root's group alone, with what `SMALL` says of it: to merge into all of the root takes 20 ms."""
     field = OmegaConf.create({name: OmegaConf.structured(Config)[name]})
     return cast(DictConfig, OmegaConf.merge(field, {name: _small()[name]}))
+
+
+def fake_ranks(monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    """Let `fake_rank.py` stand in for ranks: "what rank 0 does|what rank 1 does"."""
+    fake = str(Path(__file__).with_name("fake_rank.py"))
+    command = lambda run, attempt: [sys.executable, fake, str(run), "--attempt", str(attempt)]  # noqa: E731
+    monkeypatch.setattr(ranks, "worker_command", command)
+    monkeypatch.setenv("FAKE", script)

@@ -79,7 +79,7 @@ def test_without_a_log_the_users_own_settings_stand(tmp_path: Path) -> None:
 
 def test_a_rank_gets_all_of_it(tmp_path: Path) -> None:
     config = typed(tmp_path, CUDA, "sharp.group=dp")
-    variables = rank_environment(config, 1, start="t", devices=("0", "1"), attempt=tmp_path)
+    variables = rank_environment(config, 1, start="t", attempt=tmp_path)
     assert network_environment(config, tmp_path).items() <= variables.items()
     assert variables["RANK"] == "1"
 

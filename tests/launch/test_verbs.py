@@ -14,9 +14,9 @@ import pytest
 from harness.cli import runs as cli_runs
 from harness.cli.main import main
 from harness.config.errors import BadRequest
-from harness.launch import submit
+from harness.launch import submit, watch as watching
 from harness.launch.terminal import RunDisplay, Terminal
-from harness.launch.watch import render, rows, watch
+from harness.launch.watch import render, rows, wait_for, watch
 from harness.store import provenance, status
 from harness.store.errors import StoreError
 from harness.store.files import Lock
@@ -52,6 +52,7 @@ def table(store, width=300):
 
 
 def test_the_table_says_how_each_fares(store):
+    """Done, running, failed by what they say, stale, damaged, and lost as the process is gone."""
     add(store, State.done, "20 steps", steps=20)
     running = add(store, State.running, "r", "train.replicate=1", steps=5)
     with Lock.acquire(running.path / ".lock"):
@@ -60,32 +61,19 @@ def test_the_table_says_how_each_fares(store):
     assert lines[1].split()[1:] == ["done", "20/20", "0.2000", "500"]
     assert lines[2].split()[1:] == ["running", "5/20", "0.8000", "500", "8", "s", "r"]
     assert lines[-1] == "1 done, 1 running"
-
-
-def test_a_run_whose_process_is_gone_is_lost_in_the_table(store):
-    add(store, State.running)
-    assert "lost" in table(store)
-    assert any(one.bad for one in watch(store, "adhoc", terminal=Terminal(io.StringIO())))
-
-
-def test_failures_are_grouped_by_what_they_say(store):
-    for replicate, reason in enumerate(
-        ["rank 0: ValueError: bad step 3", "rank 1: ValueError: bad step 14", "rank 0: KeyError: 'x'"]
-    ):
-        add(store, State.failed, reason, f"train.replicate={replicate}")
+    reasons = ["rank 0: ValueError: bad step 3", "rank 1: ValueError: bad step 14", "rank 0: KeyError: 'x'"]
+    for number, reason in enumerate(reasons):
+        add(store, State.failed, reason, f"train.seed={number + 1}")
+    old = add(store, State.done, "r", "train.seed=5")
+    provenance.record_start(old.path, {"sources_digest": "older"}, "")
+    (add(store, State.done, "r", "train.seed=6").path / "status.json").write_text("{")
     text = table(store)
     assert "  2 x rank 0: ValueError: bad step 3\n" in text
     assert "  1 x rank 0: KeyError: 'x'\n" in text
-
-
-def test_stale_and_damaged_runs_are_rows_too(store):
-    old = add(store, State.done, steps=20)
-    provenance.record_start(old.path, {"sources_digest": "older"}, "")
-    broken = add(store, State.done, "r", "train.replicate=1")
-    (broken.path / "status.json").write_text("{")
-    text = table(store)
     assert "done, stale" in text
-    assert "damaged" in text
+    assert text.endswith("1 damaged, 2 done, 3 failed, 1 lost")
+    with pytest.raises(StoreError, match=r"no runs of study 'nope' .*; studies: adhoc"):
+        watch(store, "nope")
 
 
 def test_lines_fit_the_terminal(store):
@@ -103,7 +91,7 @@ def test_one_cell_in_two_studies_is_told_by_its_study(store, capsys):
     assert store.find(store.short(other)) == other
     lines = render(rows(store, None, None), 300).splitlines()
     assert [line.split("/")[0] for line in lines[1:3]] == ["first", "second"]
-    assert main(["watch", "--once", "--root", str(store.root)]) == 1
+    assert main(["watch", "--root", str(store.root)]) == 1
     assert "next: python -m harness retry first" in capsys.readouterr().out
     assert main(["show", str(other.path), "--root", str(store.root)]) == 0
     assert "next: python -m harness watch second" in capsys.readouterr().out
@@ -114,7 +102,7 @@ def test_watch_proposes_to_compare_what_is_done_and_to_look_again_at_what_moves(
     done = [add(store, State.done, "r", f"train.replicate={i}") for i in range(3)]
     add(store, State.cancelled, "r", "train.seed=9")
     (done[2].path / "status.json").write_text("{")
-    words = ["watch", "--once", "--root", str(store.root)]
+    words = ["watch", "--root", str(store.root)]
     assert main(words) == 0
     first, second = (store.short(run) for run in sorted(done[:2], key=lambda run: run.path))
     assert f"next: python -m harness compare {second} {first} --root" in capsys.readouterr().out
@@ -129,12 +117,6 @@ def test_a_watch_that_compares_what_moves_is_found(store, capsys, monkeypatch):
     Slip(cli_runs, "run_watch", "(State.queued, State.running)", "()").put(monkeypatch)
     with pytest.raises(AssertionError):
         test_watch_proposes_to_compare_what_is_done_and_to_look_again_at_what_moves(store, capsys)
-
-
-def test_no_such_study(store):
-    add(store, State.done)
-    with pytest.raises(StoreError, match=r"no runs of study 'nope' .*; studies: adhoc"):
-        watch(store, "nope")
 
 
 def test_cancel_of_a_living_run_asks_its_owner(store, monkeypatch):
@@ -189,18 +171,15 @@ def test_retry_asks_again_for_the_frozen_cells(store, monkeypatch):
         submit.retry(store, "kept")
 
 
-def test_show_is_one_screen(store):
-    run = add(store, State.failed, "rank 1: KeyError: 'x'", "train.replicate=3", steps=2)
-    (run.attempt_dir(0) / "error.txt").write_text("rank 1 failed first:\n\nTraceback\n")
-    text = show(run)
-    for part in (str(run.path), run.signature(), "failed: rank 1: KeyError", "train.replicate=3", "torch 2", "2 of 20"):
+def test_show_and_diff_say_what_a_run_is_and_only_what_differs(store):
+    a = add(store, State.failed, "rank 1: KeyError: 'x'", steps=2)
+    (a.attempt_dir(0) / "error.txt").write_text("rank 1 failed first:\n\nTraceback\n")
+    b = add(store, State.done, "r", "optimizer.lr=0.5", "cluster.partition=big")
+    text = show(a)
+    for part in (str(a.path), a.signature(), "failed: rank 1: KeyError", "torch 2", "2 of 20"):
         assert part in text
     assert text.endswith("Traceback")
-
-
-def test_diff_names_what_differs_and_only_that(store):
-    a = add(store, State.done)
-    b = add(store, State.done, "r", "optimizer.lr=0.5", "cluster.partition=big")
+    assert "optimizer.lr=0.5" in show(b)
     provenance.merge(b.path, {"versions": {"torch": "3"}, "environment": {"OMP_NUM_THREADS": "2", "SLURM_JOB_ID": "1"}})
     lines = [line.strip() for line in diff(a, b).splitlines()]
     assert "optimizer.lr: 0.001 -> 0.5" in lines
@@ -217,17 +196,18 @@ def age(path, hours=2):
 
 
 def test_gc_finds_leftovers_and_no_record(store):
+    """A checkpoint that is being written, which may take an hour, is told from a leftover by its run's lock."""
     run = add(store, State.done, steps=3)
     living = add(store, State.running, "r", "train.replicate=1")
     for one in (run, living):
         (one.ckpt / "step-000003").mkdir(parents=True)
         (one.ckpt / "step-000003" / "x").write_bytes(b"0" * 1000)
-    temporary = run.ckpt / "step-000002.tmp"
-    temporary.mkdir()
+        (one.ckpt / "step-000002.tmp").mkdir()
     assert garbage(store) == [], "all of it is young"
-    age(temporary)
+    for one in (run, living):
+        age(one.ckpt / "step-000002.tmp")
     with Lock.acquire(living.path / ".lock"):
-        assert {item.path for item in garbage(store)} == {temporary}
+        assert {item.path for item in garbage(store)} == {run.ckpt / "step-000002.tmp"}
         said: list[str] = []
         gc(store, checkpoints=True, say=said.append)
         assert said[-1].startswith("2 items")
@@ -238,7 +218,6 @@ def test_gc_finds_leftovers_and_no_record(store):
     assert not run.ckpt.exists()
     assert (living.ckpt / "step-000003").exists()
     assert run.metrics.exists()
-    assert not temporary.exists()
 
 
 def test_gc_touches_nothing_that_is_not_ours(store, tmp_path_factory):
@@ -268,75 +247,50 @@ def test_gc_touches_nothing_that_is_not_ours(store, tmp_path_factory):
     assert (theirs / "text.tex").exists()
 
 
-def test_gc_leaves_a_checkpoint_that_is_being_written(store):
-    """A large one takes longer than the hour after which a leftover is nobody's; its run's lock tells the two apart."""
-    run = add(store, State.done)
-    unfinished = run.ckpt / "step-000003.tmp"
-    unfinished.mkdir(parents=True)
-    age(unfinished)
-    with Lock.acquire(run.path / ".lock"):
-        assert garbage(store) == []
-    assert [item.path for item in garbage(store)] == [unfinished]
-
-
 STEP = {"loss": 2.5, "step_time_s": 0.5, "tokens": 1000, "memory": {"allocated": None, "rss": 2**30}}
 
 
-def shown(out, numbers, steps=100):
-    display = RunDisplay(Terminal(out), steps)
+def shown(numbers, steps=100, out=None):
+    out = out or io.StringIO()
+    display = RunDisplay(Terminal(out), steps, "cell 3 of 12")
     for step in numbers:
         display({**STEP, "step": step})
-    return out.getvalue()
+    return out.getvalue().splitlines()
 
 
-def test_progress_says_what_is_asked_for():
-    (line,) = shown(io.StringIO(), [1]).splitlines()
-    assert line == "step 1/100  loss 2.5000  500 ms/step  2k tokens/s  1024 MiB  ETA 50 s"
+class Gone(io.StringIO):
+    """A terminal that went away, which does not end the run."""
+
+    def write(self, _):
+        raise BrokenPipeError
 
 
-def test_few_lines_where_nothing_can_be_overwritten():
-    assert len(shown(io.StringIO(), range(1, 101)).splitlines()) == 11
-    assert len(shown(io.StringIO(), range(1, 100_001), steps=100_000).splitlines()) < 20
+def test_progress_is_a_few_lines():
+    line = "cell 3 of 12  step 1/100  loss 2.5000  500 ms/step  2k tokens/s  1024 MiB  ETA 50 s"
+    assert shown([1]) == [line]
+    assert len(shown(range(1, 101))) == 11
+    assert len(shown(range(1, 100_001), steps=100_000)) < 20
+    assert shown([1], out=Gone()) == []
+    assert [quantity(value) for value in (3, 1234, 2.5e6, 3e9)] == ["3", "1.23k", "2.5M", "3G"]
+    assert [duration(value) for value in (3.4, 600, 7200)] == ["3 s", "10 min", "2.0 h"]
 
 
-class Tty(io.StringIO):
-    def isatty(self):
-        return True
+@pytest.fixture
+def done(store, monkeypatch):
+    monkeypatch.setattr(watching, "probe", lambda: None)
+    return [add(store, State.done, "1 step", f"train.replicate={number}") for number in (0, 1, 2)]
 
 
-def test_a_cell_of_a_set_has_one_line_of_a_terminal(monkeypatch):
-    """It moves, in the room there is, and ends as what stays; elsewhere a few lines stay, each with its cell."""
-    monkeypatch.setenv("COLUMNS", "40")
-    monkeypatch.setenv("NO_COLOR", "1")
-    monkeypatch.setenv("TERM", "xterm")
-    terminal = Terminal(Tty())
-    display = RunDisplay(terminal, 100, "cell 3 of 12  native-optim")
-    for step in (1, 2):
-        display({**STEP, "step": step})
-    terminal.settle("cell 3 of 12  runs/s/native-optim-0123abcd: done, 2 steps")
-    moved = terminal._out.getvalue().split("\r\x1b[K")
-    assert moved[0] == ""
-    assert max(map(len, moved[1:3])) == 40
-    assert moved[1].startswith("cell 3 of 12  native-optim  step 1/100")
-    assert moved[3] == "cell 3 of 12  runs/s/native-optim-0123abcd: done, 2 steps\n"
-    assert "\x1b" not in shown(io.StringIO(), [1, 2])
-    monkeypatch.setenv("TERM", "dumb")
-    assert "\x1b" not in shown(Tty(), [1, 2])
+def test_a_run_that_is_gone_or_damaged_is_not_done_for_who_waits(done):
+    """launch.wait=true."""
+    assert wait_for(done, Terminal(io.StringIO())) == [0, 0, 0]
+    shutil.rmtree(done[0].path)
+    (done[1].path / status.FILE).write_text("{")
+    assert wait_for(done, Terminal(io.StringIO())) == [1, 1, 0]
 
 
-def test_a_terminal_that_went_away_does_not_end_the_run():
-    class Gone(io.StringIO):
-        def write(self, _):
-            raise BrokenPipeError
-
-    shown(Gone(), [1])
-
-
-@pytest.mark.parametrize(("value", "text"), [(3, "3"), (1234, "1.23k"), (2.5e6, "2.5M"), (3e9, "3G")])
-def test_quantities(value, text):
-    assert quantity(value) == text
-
-
-@pytest.mark.parametrize(("value", "text"), [(3.4, "3 s"), (600, "10 min"), (7200, "2.0 h")])
-def test_durations(value, text):
-    assert duration(value) == text
+@kills("launching", "gone is done", "A run whose folder is gone counts as done")
+def test_a_run_that_is_gone_counting_as_done_is_found(done, monkeypatch):
+    Slip(watching, "row", 'run.path.parent.name, "damaged"', 'run.path.parent.name, "done"').put(monkeypatch)
+    with pytest.raises(AssertionError):
+        test_a_run_that_is_gone_or_damaged_is_not_done_for_who_waits(done)

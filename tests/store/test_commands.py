@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ast
 import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,7 +13,7 @@ import yaml
 
 from harness import command
 from harness.cli.failure import explained
-from harness.cli.main import main, request_help
+from harness.cli.main import request_help
 from harness.config.compose import compose_cell, composed
 from harness.config.errors import BadRequest
 from harness.config.overrides import check_overrides
@@ -80,39 +78,12 @@ def test_the_console_script_names_itself(on_path: bool, tmp_path: Path, monkeypa
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("harness.cli.main.main", lambda: 0)
         assert command.main() == 0
-    typed = "harness" if on_path else "'my bin/harness'"
+    typed = "harness" if on_path else shlex.quote(str(script))
     assert (commands.request("a=b"), commands.verb("watch")) == (f"{typed} run a=b", f"{typed} watch")
     assert f"{typed} run -m study=parity_pair" in request_help()
-    assert f"{typed} --help" in request_help()
     with pytest.raises(BadRequest) as caught:
         check_overrides(["sharding=optim,no_shard"])
     assert f"{typed} run -m sharding=optim,no_shard" in explained(caught.value)
-    assert main(["watch", "nothing", "--root", str(tmp_path)]) == 2
-
-
-def literals(file: Path) -> Iterator[str]:
-    """Text of a source that is no docstring."""
-    tree = ast.parse(file.read_text(encoding="utf-8"))
-    told = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in told:
-            yield node.value
-
-
-WRITTEN = ("store/commands.py", "worker/__main__.py")
-"""Texts of pages and of programs that no user starts, and the place that decides."""
-
-
-def test_one_place_decides_the_words() -> None:
-    found = {
-        f"{file.relative_to(provenance.PACKAGE)}: {text}"
-        for file in provenance.PACKAGE.rglob("*.py")
-        for text in literals(file)
-        if "python run.py" in text or "python -m harness" in text
-    }
-    wrong = {each for each in found if not each.startswith(WRITTEN) and "A store of runs." not in each}
-    assert not wrong
-    assert found, "this looks at what it says"
 
 
 def test_the_module_takes_run_too(tmp_path: Path) -> None:

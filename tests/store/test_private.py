@@ -17,8 +17,7 @@ import torch
 
 from harness.checkpoint import folder as checkpoints
 from harness.probe import capture
-from harness.store import check_stream, files
-from harness.store.errors import StoreError
+from harness.store import check_stream, files, provenance
 from harness.store.files import Lock, is_held, private_folder
 from harness.store.rundir import RunDir, Store
 from tests.launch.cells import make_cell
@@ -78,18 +77,17 @@ def mode(path: Path) -> int:
 
 @pytest.mark.parametrize("mask", [0o000, 0o022, 0o777])
 def test_a_lock_is_its_owners_alone_whatever_the_umask(mask: int, tmp_path: Path) -> None:
+    """Also one that an older version left open; and a planted link makes no file elsewhere."""
+    (tmp_path / "older").touch(0o666)
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
     with umask(mask):
-        lock = Lock.acquire(tmp_path / ".lock")
-    assert lock is not None
-    assert mode(tmp_path / ".lock") == 0o600
+        locks = [Lock.acquire(tmp_path / name) for name in (".lock", "older")]
+        with pytest.raises(OSError, match="symbolic"):
+            Lock.acquire(tmp_path / "link")
+    assert all(locks)
+    assert mode(tmp_path / ".lock") == mode(tmp_path / "older") == 0o600
     assert is_held(tmp_path / ".lock")
-
-
-def test_a_lock_that_an_older_version_left_open_is_closed(tmp_path: Path) -> None:
-    (path := tmp_path / ".lock").touch()
-    path.chmod(0o666)
-    assert Lock.acquire(path) is not None
-    assert mode(path) == 0o600
+    assert not (tmp_path / "elsewhere").exists()
 
 
 @as_root
@@ -101,27 +99,6 @@ def test_nobody_else_can_keep_the_owner_from_its_lock(open_folder: Path) -> None
     lock.release()
     assert another(lambda: grab(path)) == 1
     assert another(lambda: not is_held(path)) == 0, "who cannot look believes what the state says"
-
-
-@as_root
-def test_a_planted_lock_is_not_taken(open_folder: Path) -> None:
-    """One of another user's, whom no mode keeps from it."""
-    (path := open_folder / ".lock").touch()
-    os.chown(path, 1, 1)
-    path.chmod(0o666)
-
-    def take() -> int:
-        try:
-            Lock.acquire(path)
-        except StoreError as error:
-            return 2 if "belongs to user 1" in str(error) else 3
-        return 0
-
-    assert another(take) == 2
-    path.unlink()
-    path.symlink_to("elsewhere")
-    with pytest.raises(StoreError, match="is a link or a FIFO"):
-        Lock.acquire(path)
 
 
 @kills("The store", "an open lock", "A lock file has the umask's mode, so that another user holds it for ever")
@@ -138,7 +115,8 @@ def written(run: Path) -> dict[str, Path]:
     checkpoints.begin(run / "ckpt", 1)
     private_folder(run / "verdict")
     attempt = RunDir(run).attempt_dir(RunDir(run).new_attempt())
-    found = {name: run / name for name in ("capture", "step_checks", "ckpt", "verdict")}
+    provenance.record_start(run, {}, "diff")
+    found = {name: run / name for name in ("capture", "step_checks", "ckpt", "verdict", "diff.patch")}
     return found | {"attempt": attempt, "file": run / "capture" / "step-000001.safetensors"}
 
 
@@ -152,13 +130,10 @@ def open_to_others(run: Path, mask: int) -> list[str]:
 def test_tensors_and_logs_are_their_owners_alone(mask: int, tmp_path: Path) -> None:
     assert not open_to_others(tmp_path, mask)
     assert mode(tmp_path) == mode(tmp_path.parent), "folders above are made as usual"
-
-
-def test_nobody_else_writes_into_a_store(tmp_path: Path) -> None:
     with umask(0):
         run = Store(tmp_path / "runs").create(make_cell(tmp_path / "runs"))
     modes = [mode(folder) for folder in (tmp_path / "runs", run.path.parent, run.path)]
-    assert modes == [0o775, 0o775, 0o755]
+    assert modes == [0o775, 0o775, 0o755], "nobody else writes into a run"
 
 
 def test_an_owner_may_open_a_folder(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import platform
 import shutil
 import subprocess
 
@@ -23,21 +22,25 @@ SECRETS = {
 
 
 def test_secrets_never_reach_a_file(tmp_path, monkeypatch):
+    """And the diff of an earlier attempt does not stay."""
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    provenance.record_start(tmp_path, {}, "a diff")
     provenance.record_start(tmp_path, provenance.desk_facts(), "")
     provenance.merge(tmp_path, provenance.machine_facts())
+    assert not (tmp_path / "diff.patch").exists()
     text = (tmp_path / "provenance.json").read_text()
     assert "hunter2" not in text
     assert json.loads(text)["environment"]["OMP_NUM_THREADS"] == "3"
 
 
 @needs("git")
-def test_a_remote_with_a_password_is_not_recorded(tmp_path):
+def test_a_remote_with_a_password_is_not_recorded(tmp_path, monkeypatch):
     def git(*words):
         return subprocess.run(["git", "-C", tmp_path, *words], check=True, capture_output=True).stdout
 
+    assert provenance.git_facts(tmp_path) is None
     git("init", "-q")
     git("config", "user.email", "a@b")
     git("config", "user.name", "a")
@@ -48,7 +51,9 @@ def test_a_remote_with_a_password_is_not_recorded(tmp_path):
     clean = provenance.git_facts(tmp_path)
     assert clean is not None
     assert (clean["dirty"], len(clean["sha"])) == (False, 40)
-    assert provenance.git_diff(tmp_path) == ""
+    with monkeypatch.context() as patch:
+        patch.setattr(provenance, "_git", lambda *_: pytest.fail("git is asked again"))
+        assert provenance.git_diff(tmp_path, clean) == ""
     (tmp_path / "a.py").write_text("a = 2\n")
     (tmp_path / "new.py").write_text("")
     dirty = provenance.git_facts(tmp_path)
@@ -57,22 +62,6 @@ def test_a_remote_with_a_password_is_not_recorded(tmp_path):
     assert "hunter2" not in json.dumps(dirty)
     git("tag", "v1")
     assert provenance.git_facts(tmp_path) == dirty
-
-
-@needs("git")
-def test_git_is_called_once_where_nothing_was_changed(tmp_path, monkeypatch):
-    for words in (["init", "-q"], ["-c", "user.name=A", "-c", "user.email=a@b", "commit", "-qm", "x", "--allow-empty"]):
-        subprocess.run(["git", "-C", tmp_path, *words], check=True)
-    calls = []
-    git = provenance._git
-    monkeypatch.setattr(provenance, "_git", lambda folder, *words: calls.append(words) or git(folder, *words))
-    assert provenance.git_diff(tmp_path, provenance.git_facts(tmp_path)) == ""
-    assert [words[0] for words in calls] == ["describe"]
-
-
-def test_outside_a_repository_there_is_no_git(tmp_path):
-    assert provenance.git_facts(tmp_path) is None
-    assert provenance.git_diff(tmp_path) == ""
 
 
 @needs("git")
@@ -111,20 +100,15 @@ def test_the_digest_is_of_content_and_of_place(package):
     assert provenance.sources_digest(package) == provenance.sources_digest(), "a meter changes no number"
 
 
-@pytest.mark.parametrize(
-    "name", ["engines/single.py", "train/loop.py", "models/llama.py", "data/order.py", "worker/rank.py"]
-)
-def test_every_source_that_counts_changes_it(package, name):
-    before = provenance.sources_digest(package)
-    with (package / name).open("a") as file:
-        file.write("#\n")
-    assert provenance.sources_digest(package) != before
-
-
-def test_moving_bytes_between_files_changes_it(package):
-    before = provenance.sources_digest(package)
+def test_every_source_that_counts_changes_it(package):
+    found = [provenance.sources_digest(package)]
+    for name in ("engines/single.py", "train/loop.py", "models/llama.py", "data/order.py", "worker/rank.py"):
+        with (package / name).open("a") as file:
+            file.write("#\n")
+        found.append(provenance.sources_digest(package))
     (package / "train" / "loop.py").rename(package / "train" / "loop2.py")
-    assert provenance.sources_digest(package) != before
+    found.append(provenance.sources_digest(package))
+    assert len(set(found)) == len(found)
 
 
 def test_stale_is_made_by_other_sources(tmp_path):
@@ -132,12 +116,6 @@ def test_stale_is_made_by_other_sources(tmp_path):
     provenance.record_start(tmp_path, {"sources_digest": "then"}, "")
     assert provenance.is_stale(tmp_path, "now")
     assert not provenance.is_stale(tmp_path, "then")
-
-
-def test_the_diff_of_an_earlier_attempt_does_not_stay(tmp_path):
-    provenance.record_start(tmp_path, {}, "a diff")
-    provenance.record_start(tmp_path, {}, "")
-    assert not (tmp_path / "diff.patch").exists()
 
 
 def test_rank_0_completes_what_the_desk_began(tmp_path):
@@ -148,11 +126,3 @@ def test_rank_0_completes_what_the_desk_began(tmp_path):
         "versions": {"python": "3", "torch": "2"},
         "threads_per_rank": 1,
     }
-
-
-def test_facts_of_a_machine_start_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each rank's did: `uname -p`, for a name that is not recorded."""
-    named = platform.platform()
-    provenance.cpu_model.cache_clear()
-    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a process was started"))
-    assert provenance.machine_facts({})["platform"] == named

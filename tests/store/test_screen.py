@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from harness.store.labels import named
-from harness.store.screen import UNLIMITED, counted, cut, fold, shorten, table, width
+from harness.store.screen import UNLIMITED, counted, fold, shorten, table, width
 from tests.support.mutants import kills
 
 table_of = table
@@ -17,10 +17,6 @@ def test_names_are_told_by_what_differs() -> None:
     assert list(named(names).values()) == ["native-optim-0123abcd", "ddp-no_shard-89abcdef"]
     assert named(names[:1]) == {names[0]: names[0]}
     assert named(["a", "a-b"]) == {"a": "a", "a-b": "b"}
-
-
-def test_things_are_counted() -> None:
-    assert [counted(count, "run") for count in (0, 1, 2)] == ["0 runs", "1 run", "2 runs"]
 
 
 def test_a_firm_column_gives_way_last() -> None:
@@ -38,6 +34,7 @@ def test_a_firm_column_gives_way_last() -> None:
 def test_what_is_shortened_keeps_its_end() -> None:
     assert shorten("a-long-name-of-a-run-0123abcd", 16) == "a-long…-0123abcd"
     assert shorten("short", 16) == "short"
+    assert [counted(count, "run") for count in (0, 1, 2)] == ["0 runs", "1 run", "2 runs"]
 
 
 def test_flexible_columns_give_way_and_no_line_is_wider_than_the_room() -> None:
@@ -65,7 +62,7 @@ def test_a_row_without_room_goes_on_below_and_loses_no_value() -> None:
 @kills("The terminal", "cut rows", "A table without room cuts its rows, and the numbers at their ends are gone")
 def test_a_table_that_cuts_its_rows_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(
-        globals(), "table", lambda *words, **flags: [cut(line, words[2]) for line in table_of(*words[:2], **flags)]
+        globals(), "table", lambda *words, **flags: [line[: words[2]] for line in table_of(*words[:2], **flags)]
     )
     with pytest.raises(AssertionError):
         test_a_row_without_room_goes_on_below_and_loses_no_value()

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from harness.config.rank_environment import run_environment
@@ -98,19 +98,10 @@ def log_tail(path: Path, size: int = TAIL_BYTES) -> str:
         return ""
 
 
-def start_ranks(
-    run: Path,
-    attempt: int,
-    config: Config,
-    *,
-    start: str,
-    lock: int,
-    devices: Sequence[str] = (),
-) -> list[Rank]:
+def start_ranks(run: Path, attempt: int, config: Config, *, start: str, lock: int) -> list[Rank]:
     """Start every rank of a run; a rank ends when its pipe closes, also by our death.
 
     Args: start: token of this start. lock: descriptor of the run's lock; ranks keep it until the last is gone.
-    devices: one a rank; empty on CPU.
 
     Raises `OSError`: a rank cannot be started; ranks already there were ended.
     """
@@ -118,7 +109,7 @@ def start_ranks(
     try:
         for number in range(config.mesh.world_size):
             folder = run / "attempts" / str(attempt)
-            variables = rank_environment(config, number, start=start, devices=tuple(devices), attempt=folder)
+            variables = rank_environment(config, number, start=start, attempt=folder)
             ranks.append(_start_rank(run, attempt, number, variables, lock))
     except BaseException:
         for rank in ranks:
@@ -154,23 +145,14 @@ def worker_command(run: Path, attempt: int) -> list[str]:
     return [sys.executable, "-P", "-m", "harness.worker", str(run), "--attempt", str(attempt)]
 
 
-def rank_environment(
-    config: Config, rank: int, *, start: str, devices: tuple[str, ...] = (), attempt: Path | None = None
-) -> dict[str, str]:
-    """Variables of one rank on this machine.
-
-    Args: rank: global and local rank. start: token of this start. devices: one for each cluster.ranks_per_device ranks;
-    empty on CPU. attempt: folder of logs.
-    """
-    variables = run_environment(config, attempt) | {
+def rank_environment(config: Config, rank: int, *, start: str, attempt: Path | None = None) -> dict[str, str]:
+    """Variables of one rank on this machine. Args: rank: global, local too. start: token. attempt: of its logs."""
+    return run_environment(config, attempt) | {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(config.mesh.world_size),
         START: start,
     }
-    if devices:
-        variables["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
-    return variables
 
 
 def child_environment(variables: Mapping[str, str], parent: Mapping[str, str]) -> dict[str, str]:

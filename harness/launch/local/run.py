@@ -13,7 +13,6 @@ import os
 import secrets
 import signal
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
@@ -55,14 +54,13 @@ class Ended:
 
 
 class LocalRun:
-    def __init__(self, opened: Opened, lock: Lock, listener: Listener, devices: Sequence[str] = ()) -> None:
+    def __init__(self, opened: Opened, lock: Lock, listener: Listener) -> None:
         """Start the ranks. Owns `lock` from here on.
 
         Args: listener: called with the record of every step, and with each warning of a rank as `warning`.
         """
         self.opened = opened
         self.config: Config = opened.cell.typed
-        self.devices = tuple(devices)
         self._folder: Path = opened.run.attempt_dir(opened.attempt)
         self._start = secrets.token_hex(8)
         self._listener = listener
@@ -74,7 +72,7 @@ class LocalRun:
         self._logs = [Tail(self._folder / f"rank{number}.log") for number in range(self.config.mesh.world_size)]
         try:
             self.ranks = start_ranks(
-                opened.run.path, opened.attempt, self.config, start=self._start, lock=lock.fileno(), devices=devices
+                opened.run.path, opened.attempt, self.config, start=self._start, lock=lock.fileno()
             )
         except BaseException as error:
             status.move(opened.run.path, opened.attempt, State.failed, f"ranks could not be started: {error}")
