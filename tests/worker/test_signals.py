@@ -36,16 +36,18 @@ def flag():
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP, signal.SIGINT])
 def test_a_signal_only_raises_the_flag(flag, number):
-    """However often it comes: where a launcher watches, it sees to the second Ctrl-C."""
+    """However often it comes: where a launcher watches, it sees to the second Ctrl-C. The first one is the reason."""
     assert not flag()
-    for _ in range(2):
-        os.kill(os.getpid(), number)
+    for asked in (number, number, signal.SIGTERM):
+        os.kill(os.getpid(), asked)
     assert flag()
+    assert flag.first is number
     assert flag.reason == ("interrupted by Ctrl-C" if number is signal.SIGINT else f"{number.name} received")
 
 
-def interrupted_twice() -> None:
-    """A rank without a launcher: the first Ctrl-C raises the flag, the second ends it."""
+def test_the_second_ctrl_c_ends_a_rank_without_a_launcher():
+    """And handlers are given back."""
+    before = signal.getsignal(signal.SIGINT)
     flag = StopFlag(signal.default_int_handler)
     flag.listen()
     try:
@@ -57,10 +59,7 @@ def interrupted_twice() -> None:
         raise AssertionError("the first one ends it") from None
     finally:
         flag.restore()
-
-
-def test_the_second_ctrl_c_ends_a_rank_without_a_launcher():
-    interrupted_twice()
+    assert signal.getsignal(signal.SIGINT) == before
 
 
 INTERRUPTS = {
@@ -81,20 +80,19 @@ INTERRUPTS = {
 def test_a_ctrl_c_that_is_not_counted_is_found(name, monkeypatch):
     INTERRUPTS[name].put(monkeypatch)
     with pytest.raises((AssertionError, pytest.fail.Exception)):
-        interrupted_twice()
-
-
-def test_the_first_signal_is_the_reason(flag):
-    os.kill(os.getpid(), signal.SIGUSR2)
-    os.kill(os.getpid(), signal.SIGTERM)
-    assert flag.first is signal.SIGUSR2
-    assert flag.reason == "SIGUSR2 received"
+        test_the_second_ctrl_c_ends_a_rank_without_a_launcher()
 
 
 IGNORED = """
 import os, signal
 from harness.launch.local.pool import listening
 from harness.worker.stop import StopFlag
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
+os.kill(os.getpid(), signal.SIGUSR2)
+early = StopFlag()
+early.listen()
+assert early(), "a signal that came before it listened is lost"
+early.restore()
 flag, numbers = StopFlag(), (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 for number in numbers:
     signal.signal(number, signal.SIG_IGN)
@@ -115,32 +113,9 @@ with listening() as asked:
 
 
 def test_what_was_ignored_at_start_stays_ignored() -> None:
-    """As nohup ignores a terminal's end, and a shell Ctrl-C for what it starts in the background."""
+    """As nohup ignores a terminal's end, and a shell Ctrl-C for what it starts in the background; and an early one is
+    not lost."""
     subprocess.run([sys.executable, "-c", IGNORED], timeout=20, check=True)
-
-
-EARLY = """
-import os, signal
-from harness.worker.stop import StopFlag
-signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
-os.kill(os.getpid(), signal.SIGUSR2)
-flag = StopFlag()
-flag.listen()
-assert flag(), "lost"
-"""
-
-
-def test_a_signal_that_came_before_we_listened_is_not_lost():
-    subprocess.run([sys.executable, "-c", EARLY], timeout=20, check=True)
-
-
-def test_handlers_are_given_back():
-    before = signal.getsignal(signal.SIGTERM)
-    flag = StopFlag()
-    flag.listen()
-    assert signal.getsignal(signal.SIGTERM) != before
-    flag.restore()
-    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_cancelling_by_word(flag, tmp_path, monkeypatch):
@@ -155,43 +130,30 @@ def test_cancelling_by_word(flag, tmp_path, monkeypatch):
     assert flag.cancelled
 
 
-ARRAY = """\
-JobId=11 ArrayJobId=9 ArrayTaskId=0 JobState=CANCELLED Restarts=0
-JobId=9 ArrayJobId=9 ArrayTaskId=2 JobState={state} Restarts={restarts}
-JobId=12 ArrayJobId=9 ArrayTaskId=1 JobState=COMPLETING Restarts=3
-JobId=13 ArrayJobId=9 ArrayTaskId=3-5%2 JobState=PENDING Restarts=0
-"""
-"""All elements of an array, as scontrol tells them when it is asked for the last one by its JobId."""
+SIBLINGS = "JobId=11 ArrayJobId=9 ArrayTaskId=0 JobState=CANCELLED Restarts=0\n{}\n" + (
+    "JobId=12 ArrayJobId=9 ArrayTaskId=1 JobState=COMPLETING Restarts=3\n"
+    "JobId=13 ArrayJobId=9 ArrayTaskId=3-5%2 JobState=PENDING Restarts=0\n"
+)
+"""All elements of an array, as scontrol tells them when it is asked for the last one, which has the array's number."""
 
 
 @pytest.mark.parametrize(
-    ("text", "restarts", "fate"),
+    ("state", "restarts", "before", "fate"),
     [
-        ("JobId=1 JobState=COMPLETING Reason=None Restarts=0", 0, Fate(cancelled=True)),
-        ("JobId=1 JobState=CANCELLED Restarts=0", 0, Fate(cancelled=True)),
-        ("JobId=1 JobState=COMPLETING Restarts=1", 0, Fate(requeued=True)),
-        ("JobId=1 JobState=COMPLETING Restarts=1", 1, Fate(cancelled=True)),
-        ("JobId=1 JobState=RUNNING Restarts=0", 0, Fate()),
-        ("JobId=1 JobState=SIGNALING Restarts=0", 0, Fate()),
-        ("JobId=2 JobState=CANCELLED Restarts=0", 0, Fate()),
-        ("", 0, Fate()),
+        ("COMPLETING", 0, 0, Fate(cancelled=True)),
+        ("CANCELLED", 0, 0, Fate(cancelled=True)),
+        ("COMPLETING", 1, 0, Fate(requeued=True)),
+        ("COMPLETING", 1, 1, Fate(cancelled=True)),
+        ("RUNNING", 0, 0, Fate()),
+        ("SIGNALING", 0, 0, Fate()),
     ],
 )
-def test_cancelled_or_preempted(text, restarts, fate):
-    assert judge(text, "1", restarts) == fate
-
-
-@pytest.mark.parametrize(
-    ("state", "restarts", "fate"),
-    [("RUNNING", 0, Fate()), ("COMPLETING", 0, Fate(cancelled=True)), ("COMPLETING", 1, Fate(requeued=True))],
-)
-def test_an_element_of_an_array_is_not_told_its_siblings_fate(state, restarts, fate):
-    """Neither the last record nor the first: the one of this element, and the last element has the array's number."""
-    assert judge(ARRAY.format(state=state, restarts=restarts), "9_2", 0) == fate
-
-
-def test_outside_slurm_nobody_is_asked():
-    assert requeue.fate(RankPlace(0, 2, 0, "", "torchrun")) == Fate()
+def test_cancelled_or_preempted(state, restarts, before, fate):
+    told = f"JobState={state} Reason=None Restarts={restarts} Comment=JobState=FAILED"
+    assert judge(f"JobId=1 {told}", "1", before) == fate
+    assert judge(SIBLINGS.format(f"JobId=9 ArrayJobId=9 ArrayTaskId=2 {told}"), "9_2", before) == fate
+    assert judge(f"JobId=2 {told}", "1", before) == judge("", "1", before) == Fate()
+    assert requeue.fate(RankPlace(0, 2, 0, "", "torchrun")) == Fate(), "outside of SLURM nobody is asked"
 
 
 SCONTROL = """#!/usr/bin/env python
@@ -204,30 +166,27 @@ raise SystemExit(len(asked.read_text()) < {works_at})
 """
 
 
-@pytest.mark.parametrize(("works_at", "asked", "taken"), [(1, 1, True), (3, 3, True), (9, 3, False)])
-def test_a_job_is_put_back_whatever_signals_its_scontrol_gets(tmp_path, monkeypatch, capsys, works_at, asked, taken):
+@pytest.mark.parametrize(
+    ("works_at", "shielded", "asked", "taken"),
+    [(1, True, 1, True), (3, True, 3, True), (9, True, 3, False), (1, False, 3, False)],
+)
+def test_a_job_is_put_back_whatever_signals_its_scontrol_gets(
+    tmp_path, monkeypatch, capsys, works_at, shielded, asked, taken
+):
     """SLURM signals every process of a step, several times; and a busy controller may lose a request."""
     program = tmp_path / "scontrol"
     program.write_text(SCONTROL.format(works_at=works_at))
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr(requeue, "PAUSE_S", 0.0)
+    if not shielded:
+        monkeypatch.setattr(requeue, "stop_signals_blocked", nullcontext)
     assert requeue.requeue(RankPlace(0, 2, 0, "", "slurm", "3_0"), tmp_path / "a run") is taken
     assert len((tmp_path / "asked").read_text()) == asked
-    told = capsys.readouterr().err
     again = commands.verb(f"retry '{tmp_path}/a run'")
-    assert told == ("" if taken else f"scontrol requeue 3_0 failed (exit 1); resume with: {again}\n")
-
-
-def test_a_scontrol_that_hears_the_signals_dies_of_them(tmp_path, monkeypatch):
-    """The test above can fail: without the shield nothing is put back."""
-    program = tmp_path / "scontrol"
-    program.write_text(SCONTROL.format(works_at=1))
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(requeue, "PAUSE_S", 0.0)
-    monkeypatch.setattr(requeue, "stop_signals_blocked", nullcontext)
-    assert not requeue.requeue(RankPlace(0, 2, 0, "", "slurm", "3_0"), tmp_path / "a run")
+    told = capsys.readouterr().err
+    assert bool(told) is not taken
+    assert taken or told.endswith(f"; resume with: {again}\n")
 
 
 @pytest.fixture
@@ -253,12 +212,8 @@ def test_without_a_launcher_the_failing_rank_says_so_itself(reporter):
     reporter(0).started()
     reporter(1).failed(raised(KeyError("x")))
     found = status.read(reporter(1).run)
-    assert (found.state, found.reason, found.keeper, found.job) == (
-        State.failed,
-        "rank 1: KeyError: 'x'",
-        Keeper.slurm,
-        "7",
-    )
+    assert (found.state, found.reason) == (State.failed, "rank 1: KeyError: 'x'")
+    assert (found.keeper, found.job) == (Keeper.slurm, "7")
 
 
 def test_an_echo_waits_for_the_cause(reporter, monkeypatch):
@@ -271,35 +226,24 @@ def test_an_echo_waits_for_the_cause(reporter, monkeypatch):
     assert (first.folder / "error.txt").read_text().startswith("rank 1 failed first")
 
 
-def test_a_cancelled_run_stays_cancelled_whatever_its_job_says(reporter):
+def test_a_cancelled_run_stays_cancelled_and_a_job_that_comes_too_late_does_nothing(reporter, monkeypatch):
     one = reporter(0)
     one.started()
+    assert not one.is_superseded()
     status.move(one.run, 0, State.cancelled, "by hand")
     one.ended(State.preempted, "saved")
     assert status.read(one.run).reason == "by hand"
     assert reporter(1).is_superseded()
-
-
-def test_a_job_that_comes_too_late_does_nothing(reporter):
-    one = reporter(0)
-    one.started()
-    assert not one.is_superseded()
     status.write(one.run, Status(State.queued, "r", 1))
     assert one.is_superseded()
-
-
-def test_a_full_disk_ends_no_report(reporter, monkeypatch):
-    """Neither the log nor error.txt can be written: the launcher says that no traceback is there."""
 
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    one = reporter(0)
-    one.started()
     monkeypatch.setattr("harness.store.files.os.fsync", full)
     monkeypatch.setattr(sys.stderr, "write", full)
     one.warn("nobody hears it")
-    one.failed(raised(KeyError("the cause")))
+    one.failed(raised(KeyError("neither the log nor error.txt can be written")))
 
 
 HANG = """
@@ -323,6 +267,10 @@ with reporter.watching(2.0):
 
 def test_a_rank_ends_its_own_hang_with_its_stack_and_a_peer_tells_why(reporter):
     one = reporter(0)
+    with one.watching(60):
+        one.step({"step": 1, "loss": 1.0})
+        assert failure.collect(one.folder) == []
+    assert not list(one.folder.glob("stacks-*")), "a rank that ends otherwise leaves none"
     done = subprocess.run([sys.executable, "-c", HANG, str(one.run)], timeout=20, check=False, capture_output=True)
     assert done.returncode == 1
     assert "in stuck_here" in (one.folder / "stacks-rank0.txt").read_text()
@@ -331,19 +279,11 @@ def test_a_rank_ends_its_own_hang_with_its_stack_and_a_peer_tells_why(reporter):
     assert (found.state, found.reason) == (State.failed, "rank 0: hang: no step for 0:00:02 after step 10")
 
 
-def test_a_rank_that_ends_otherwise_leaves_no_stacks(reporter):
-    one = reporter(0)
-    with one.watching(60):
-        one.step({"step": 1, "loss": 1.0})
-        assert failure.collect(one.folder) == []
-    assert not list(one.folder.glob("stacks-*"))
-
-
 @kills("Ends of a run", "no hang", "A rank that was killed counts as hung at its last step")
 def test_a_rank_without_stacks_that_counts_as_hung_is_found(reporter, monkeypatch):
     Slip(failure, "collect", "if _HANG.match(text) else None", "").put(monkeypatch)
     with pytest.raises(AssertionError):
-        test_a_rank_that_ends_otherwise_leaves_no_stacks(reporter)
+        test_a_rank_ends_its_own_hang_with_its_stack_and_a_peer_tells_why(reporter)
 
 
 def test_a_rehearsed_stop_is_told_from_one_that_came_before_it() -> None:
