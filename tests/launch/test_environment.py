@@ -72,33 +72,18 @@ def test_the_log_lies_in_the_attempts_folder_and_percent_signs_survive(wish: str
     assert variables["NCCL_DEBUG_FILE"] == f"{tmp_path}/50%%h/nccl.%h.%p.log"
 
 
-def test_without_a_log_the_users_own_settings_stand(tmp_path: Path) -> None:
-    variables = network_environment(typed(tmp_path, CUDA, "launch.nccl_log=none"), tmp_path)
-    assert not any(name.startswith("NCCL_DEBUG") for name in variables)
-
-
-def test_a_rank_gets_all_of_it(tmp_path: Path) -> None:
+def test_a_rank_gets_all_of_it_whatever_this_process_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = typed(tmp_path, CUDA, "sharp.group=dp")
-    variables = rank_environment(config, 1, start="t", attempt=tmp_path)
-    assert network_environment(config, tmp_path).items() <= variables.items()
-    assert variables["RANK"] == "1"
-
-
-def test_the_same_configuration_gives_the_same_variables_whatever_this_process_has(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = typed(tmp_path, CUDA, "sharp.group=dp")
-    before = network_environment(config)
+    wanted = network_environment(config, tmp_path)
     monkeypatch.setenv("NCCL_COLLNET_ENABLE", "1")
     monkeypatch.setenv("NCCL_ALGO", "Tree")
-    assert network_environment(config) == before
-
-
-def test_the_interface_a_user_names_is_everybodys(tmp_path: Path) -> None:
-    named = rank_environment(typed(tmp_path, CUDA, "cluster.interface=ib0"), 0, start="t")
+    variables = rank_environment(config, 1, start="t", attempt=tmp_path)
+    assert wanted.items() <= variables.items()
+    assert variables["RANK"] == "1"
+    assert not variables.keys() & {"NCCL_ALGO", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"}, "a rank finds its own"
+    named = rank_environment(typed(tmp_path, CUDA, "cluster.interface=ib0", "launch.nccl_log=none"), 0, start="t")
     assert named["NCCL_SOCKET_IFNAME"] == named["GLOO_SOCKET_IFNAME"] == "ib0"
-    unnamed = rank_environment(typed(tmp_path, CUDA), 0, start="t")
-    assert not unnamed.keys() & {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"}, "a rank finds its own"
+    assert not any(name.startswith("NCCL_DEBUG") for name in named), "without a log the user's own settings stand"
 
 
 STEP = {"JOB_ID": "7", "STEP_ID": "0", "PROCID": "0", "STEP_NUM_TASKS": "1", "LOCALID": "0"}

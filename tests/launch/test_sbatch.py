@@ -18,7 +18,7 @@ from harness.store.errors import StoreError
 from harness.store.rundir import Store
 from harness.store.status import State
 from tests.launch.cells import make_cell
-from tests.support.mutants import Slip, each
+from tests.support.mutants import each, slips
 
 Submit = Callable[..., list[str]]
 TAKEN = "Submitted batch job 7"
@@ -62,17 +62,22 @@ def test_without_an_answer_nothing_is_called_failed(submit: Submit, tmp_path: Pa
     assert states(tmp_path) == [(State.queued, "")] * 2
 
 
-def test_a_refusal_is_a_failure_in_the_words_of_sbatch(submit: Submit, tmp_path: Path) -> None:
+def test_a_refusal_is_a_failure_in_the_words_of_sbatch(
+    submit: Submit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Said once, by whoever catches the error; a full disk is no refusal."""
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
     with pytest.raises(StoreError, match="Invalid account"):
         submit("echo 'sbatch: error: Batch job submission failed: Invalid account' >&2; exit 1")
     assert states(tmp_path) == [(State.failed, "")] * 2
-
-
-def test_a_refusal_is_said_once(submit: Submit, capfd: pytest.CaptureFixture[str]) -> None:
-    """By whoever catches the error."""
-    with pytest.raises(StoreError, match="Invalid account"):
-        submit("echo 'sbatch: error: Batch job submission failed: Invalid account' >&2; exit 1")
     assert capfd.readouterr() == ("", "")
+    monkeypatch.setattr(submission, "write_tasks", full)
+    with pytest.raises(StoreError, match=r"not submitted: .*No space left on device"):
+        submit(f"echo {TAKEN}")
+    assert states(tmp_path) == [(State.failed, "")] * 2
 
 
 def test_steps_that_are_not_gone_on_with_are_told(
@@ -98,45 +103,20 @@ def test_steps_that_are_not_gone_on_with_are_told(
     assert capsys.readouterr().out == f"{opened.run.path}: {why}\n{opened.run.path}: 2 ranks, attempt 3\n"
 
 
-def test_a_disk_error_is_not_called_a_refusal(submit: Submit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(submission, "write_tasks", full)
-    with pytest.raises(StoreError, match=r"not submitted: .*No space left on device"):
-        submit(f"echo {TAKEN}")
-    assert states(tmp_path) == [(State.failed, "")] * 2
+SLIPS = slips("""
+    from step 0 without a word: Lost steps are not told of
+        launch.slurm.submission.submit_cells: decision.action is not Action.start => not decision.starts
+    answer lost: Jobs that SLURM may have taken are called failed
+        launch.slurm.submission._not_submitted: isinstance(error, NoAnswer) or =>
+""")
 
 
-MUTANTS = {
-    "from step 0 without a word": (
-        lambda submit, root, _, capfd: test_steps_that_are_not_gone_on_with_are_told(submit, root, capfd),
-        Slip(
-            submission,
-            "submit_cells",
-            "decision.action is not Action.start",
-            "not decision.starts",
-            "Lost steps are not told of",
-        ),
-    ),
-    "answer lost": (
-        lambda submit, root, *_: test_without_an_answer_nothing_is_called_failed(submit, root, "echo hello"),
-        Slip(
-            submission,
-            "_not_submitted",
-            "isinstance(error, NoAnswer) or ",
-            "",
-            "Jobs that SLURM may have taken are called failed",
-        ),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", each("slurm", [(name, slip.breaks) for name, (_, slip) in MUTANTS.items()]))
+@pytest.mark.parametrize("name", each("slurm", SLIPS))
 def test_mutants_are_found(
-    name: str, submit: Submit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    name: str, submit: Submit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    claim, slip = MUTANTS[name]
-    slip.put(monkeypatch)
+    SLIPS[name].put(monkeypatch)
+    lost = "answer" in name
+    claim = test_without_an_answer_nothing_is_called_failed if lost else test_steps_that_are_not_gone_on_with_are_told
     with pytest.raises((AssertionError, StoreError)):
-        claim(submit, tmp_path, monkeypatch, capfd)
+        claim(submit, tmp_path, "echo hello" if lost else capsys)

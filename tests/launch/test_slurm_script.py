@@ -27,13 +27,8 @@ def make(root, *overrides):
 START = Decision(Action.start, "new")
 
 
-def batch_of(root, *overrides, count=2):
-    pairs = ((make(root, *overrides), START),) * count
-    return Batch(pairs, "ab", root, root / ".snapshots" / "c0de")
-
-
 def text_of(root, *overrides, count=2):
-    return batch_of(root, *overrides, count=count).script()
+    return Batch(((make(root, *overrides), START),) * count, "ab", root, root / ".snapshots" / "c0de").script()
 
 
 def test_submitit_makes_scripts_by_what_is_called_here():
@@ -43,42 +38,50 @@ def test_submitit_makes_scripts_by_what_is_called_here():
     assert {"command", "folder", *made.parameters} <= taken.keys()
 
 
-def test_one_array_for_each_shape(tmp_path):
-    cells = [make(tmp_path, f"train.replicate={i}") for i in range(3)]
-    cells += [make(tmp_path, "mesh.world_size=4"), make(tmp_path, "train.replicate=9")]
-    found = batches(Store(tmp_path), [(cell, START) for cell in cells], code=tmp_path, limit=9)
-    assert [len(batch.wanted) for batch in found] == [4, 1]
+CUDA = "cluster.device=cuda"
+SAID = {
+    "mesh.world_size=8 cluster.nodes=2": ("nodes=2", "ntasks-per-node=4", "array=0-1%2", "requeue", "open-mode=append"),
+    "cluster.gpus_per_node=4": ("gpus-per-node=4", "job-name=adhoc-ab"),
+    "cluster.threads_per_rank=3": ("cpus-per-task=3", "srun --cpus-per-task=3", "srun --kill-on-bad-exit=1"),
+    "cluster.cpus_per_rank=12": ("cpus-per-task=12", "srun --cpus-per-task=12"),
+    "": ("cpus-per-task=1",),
+    CUDA: ("cpus-per-task=4",),
+    f"{CUDA} cluster.threads_per_rank=6": ("cpus-per-task=6",),
+    "cluster.mem_gb=1.5": ("mem=1536M",),
+    "cluster.mem_gb=1e-9": ("mem=1M",),
+    "cluster.mem_gb=0": ("mem=0",),
+    "cluster.partition=big cluster.account=me cluster.qos=low": ("partition=big", "account=me", "qos=low"),
+    "cluster.time_min=90 cluster.grace_s=77": ("time=90", "signal=USR2@77"),
+    "cluster.additional.network=sharp": ("network=sharp",),
+    "cluster.additional.exclude='bad1,bad[3-4]'": ("exclude='bad1,bad[3-4]'",),
+    "cluster.additional.gres=gpu:h100:2": ("gres=gpu:h100:2",),
+    "cluster.flags=[exclusive] cluster.array_parallelism=1": ("exclusive", "array=0-1%1"),
+    "cluster.srun_args=[--mpi=none]": ("srun --mpi=none",),
+}
 
 
-def test_what_the_cell_says_reaches_sbatch(tmp_path):
-    text = text_of(
-        tmp_path,
-        "mesh.world_size=8",
-        "cluster.nodes=2",
-        "cluster.gpus_per_node=4",
-        "cluster.threads_per_rank=3",
-        "cluster.mem_gb=1.5",
-        "cluster.partition=big",
-        "cluster.account=me",
-        "cluster.qos=low",
-        "cluster.time_min=90",
-        "cluster.grace_s=77",
-        "cluster.setup=[module load x]",
-        "cluster.additional.network=sharp",
-        "cluster.additional.exclude='bad1,bad[3-4]'",
-    )
-    wanted = {
-        "array=0-1%2", "nodes=2", "ntasks-per-node=4", "gpus-per-node=4", "cpus-per-task=3", "mem=1536M",
-        "partition=big", "account=me", "qos=low", "time=90", "signal=USR2@77", "network=sharp", "requeue",
-        "open-mode=append", "job-name=adhoc-ab", "exclude='bad1,bad[3-4]'",
-    }  # fmt: skip
-    found = {line.removeprefix("#SBATCH --") for line in text.splitlines() if line.startswith("#SBATCH")}
-    assert wanted <= found
-    assert "\nmodule load x\n" in text
+@pytest.mark.parametrize("asked", SAID)
+def test_what_the_cell_says_reaches_sbatch_and_the_rest_is_left_to_slurm(tmp_path, asked):
+    text = text_of(tmp_path, *asked.split())
     (srun,) = [line for line in text.splitlines() if line.startswith("srun")]
-    words = shlex.split(srun)
-    assert "--kill-on-bad-exit=1" in words
-    assert "--cpus-per-task=3" in words
+    found = {line.removeprefix("#SBATCH --") for line in text.splitlines() if line.startswith("#SBATCH")}
+    found |= {f"srun {word}" for word in shlex.split(srun)}
+    assert set(SAID[asked]) <= found
+    for word in ("gpus-per-node", "mem", "partition", "account", "qos", "wckey", "network"):
+        assert any(each.startswith(word) for each in SAID[asked]) or f"#SBATCH --{word}" not in text
+
+
+@pytest.mark.parametrize("name", ["with space", "dollar$HOME", "semi;colon", "umläut", "(b)"])
+def test_nasty_roots_are_one_word_and_what_is_done_before_and_after_stands_around_the_ranks(tmp_path, name):
+    words = ("cluster.setup=[module load x]", "cluster.teardown=[rm -rf /scratch/x]")
+    text = text_of(tmp_path / name, *words, count=1)
+    assert "\nmodule load x\n" in text
+    assert "--array" not in text
+    assert text.endswith("ranks=$?\nrm -rf /scratch/x\nexit $ranks")
+    (output,) = [line for line in text.splitlines() if line.startswith("#SBATCH --output=")]
+    assert shlex.split(output.removeprefix("#SBATCH --output="))[0].startswith(str(tmp_path / name))
+    (srun,) = [line for line in text.splitlines() if line.startswith("srun")]
+    assert shlex.split(srun)[-1] == str(tmp_path / name / "adhoc" / ".submit" / "ab")
 
 
 @pytest.mark.parametrize(
@@ -94,29 +97,12 @@ def test_what_the_cell_says_reaches_sbatch(tmp_path):
     ],
 )
 def test_a_cell_that_wants_the_switches_asks_the_scheduler_for_them(tmp_path, overrides, network):
-    cuda = ["cluster.device=cuda", "cluster.gpus_per_node=2"]
-    found = [line for line in text_of(tmp_path, *cuda, *overrides.split()).splitlines() if "--network" in line]
+    found = [
+        line
+        for line in text_of(tmp_path, CUDA, "cluster.gpus_per_node=2", *overrides.split()).splitlines()
+        if "--network" in line
+    ]
     assert found == ([f"#SBATCH --network={network}"] if network else [])
-
-
-def test_a_little_memory_is_not_all_of_it(tmp_path):
-    """--mem=0 is a whole node's."""
-    assert "#SBATCH --mem=1M\n" in text_of(tmp_path, "cluster.mem_gb=1e-9")
-
-
-def test_what_the_cell_leaves_open_is_left_to_slurm(tmp_path):
-    text = text_of(tmp_path, count=1)
-    for word in ("--array", "--gpus", "--mem", "--partition", "--account", "--qos", "--wckey"):
-        assert word not in text
-
-
-@pytest.mark.parametrize("name", ["with space", "dollar$HOME", "semi;colon", "umläut", "(b)"])
-def test_nasty_roots_are_one_word(tmp_path, name):
-    text = text_of(tmp_path / name)
-    (output,) = [line for line in text.splitlines() if line.startswith("#SBATCH --output=")]
-    assert shlex.split(output.removeprefix("#SBATCH --output="))[0].startswith(str(tmp_path / name))
-    (srun,) = [line for line in text.splitlines() if line.startswith("srun")]
-    assert shlex.split(srun)[-1] == str(tmp_path / name / "adhoc" / ".submit" / "ab")
 
 
 def test_nothing_that_sbatch_believes_before_the_script_reaches_it():
@@ -133,7 +119,10 @@ def test_a_variable_that_outvotes_the_script_is_found(monkeypatch):
         test_nothing_that_sbatch_believes_before_the_script_reaches_it()
 
 
-def test_more_cells_than_an_array_holds_are_several_arrays(tmp_path):
+def test_each_shape_is_an_array_and_more_cells_than_one_holds_are_several(tmp_path):
+    shapes = [make(tmp_path), make(tmp_path, "mesh.world_size=4"), make(tmp_path, "train.replicate=9")]
+    found = batches(Store(tmp_path), [(cell, START) for cell in shapes], code=tmp_path, limit=9)
+    assert [len(batch.wanted) for batch in found] == [2, 1]
     cells = [make(tmp_path, f"train.replicate={i}") for i in range(7)]
     pairs = [(cell, START) for cell in cells]
     found = list(batches(Store(tmp_path), pairs, code=tmp_path, limit=3))
@@ -144,22 +133,6 @@ def test_more_cells_than_an_array_holds_are_several_arrays(tmp_path):
     Store(tmp_path).create(cells[0]).new_attempt()
     later = next(batches(Store(tmp_path), pairs, code=tmp_path, limit=3))
     assert later.token != found[0].token, "another attempt is another submission"
-
-
-def test_flags_words_for_srun_and_what_comes_after(tmp_path):
-    text = text_of(
-        tmp_path,
-        "cluster.flags=[exclusive]",
-        "cluster.srun_args=[--mpi=none]",
-        "cluster.teardown=[rm -rf /scratch/x]",
-        "cluster.array_parallelism=3",
-        count=5,
-    )
-    assert "\n#SBATCH --exclusive\n" in text
-    assert "\n#SBATCH --array=0-4%3\n" in text
-    (srun,) = [line for line in text.splitlines() if line.startswith("srun")]
-    assert "--mpi=none" in shlex.split(srun)
-    assert text.endswith("ranks=$?\nrm -rf /scratch/x\nexit $ranks")
 
 
 def test_the_job_ends_as_its_ranks_did_whatever_is_done_after(tmp_path):
@@ -183,30 +156,8 @@ def test_a_preview_shows_everything_and_writes_scripts_alone(tmp_path, monkeypat
     for cell in cells:
         assert f"{cell.name}-{cell.signature[:8]}\n    start: new" in text
     assert "#SBATCH --nodes=1" in text
-    assert "harness.worker" in text
     assert "OMP_NUM_THREADS=1" in text
     (script,) = (path for path in root.rglob("*") if path.is_file() and path.name != ".store")
     assert script.read_text() in text
     assert str(script) in text
     assert preview(cells) == text
-
-
-def test_processors_and_devices_are_asked_for_as_a_site_knows_them(tmp_path):
-    text = text_of(
-        tmp_path,
-        "cluster.device=cuda",
-        "cluster.additional.gres=gpu:h100:2",
-        "cluster.cpus_per_rank=12",
-        "cluster.mem_gb=0",
-    )
-    assert "#SBATCH --gres=gpu:h100:2\n" in text
-    assert "gpus-per-node" not in text
-    assert "#SBATCH --cpus-per-task=12\n" in text
-    assert "--cpus-per-task=12" in shlex.split(next(line for line in text.splitlines() if line.startswith("srun")))
-    assert "#SBATCH --mem=0\n" in text
-
-
-def test_a_rank_on_cuda_is_given_more_than_the_core_that_computes(tmp_path):
-    assert "--cpus-per-task=1\n" in text_of(tmp_path)
-    assert "--cpus-per-task=4\n" in text_of(tmp_path, "cluster.device=cuda")
-    assert "--cpus-per-task=6\n" in text_of(tmp_path, "cluster.device=cuda", "cluster.threads_per_rank=6")

@@ -7,18 +7,13 @@ what it wants. So it is never over too soon, however slow or fast the machine, a
 from __future__ import annotations
 
 import os
-import random
 import shutil
 import subprocess
-import sys
 import tempfile
-import time
-from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-import psutil
 import pytest
 
 from harness.launch.slurm.scheduler import Scheduler
@@ -42,6 +37,8 @@ PartitionName=high Nodes=ALL Default=NO MaxTime=30 State=UP PriorityTier=10 Pree
 """
 PATIENCE_S = 600.0
 STEPS = 60
+
+
 WORDS = [word for word in REQUEST[2:] if not word.startswith(("cluster.nodes", "train.steps", "data.seq_len"))]
 WORDS += ["data.seq_len=32", "measure.step_checks=false", "measure.capture_steps=[1]"]
 until = partial(test_study.until, pause_s=0.5)  # to ask SLURM takes a process, and most of what is waited for is long
@@ -226,96 +223,3 @@ def test_the_time_limit_comes(cluster: Cluster, tmp_path: Path) -> None:
     until(cluster, lambda: all(cluster.job_states().get(job(run)) == "PENDING" for run in runs), PATIENCE_S)
     assert all("SIGUSR2 received; saved at step" in (run.status() or pytest.fail("no")).reason for run in runs)
     assert {effective(run) for run in runs} == {State.preempted}
-
-
-HANGS = """
-import os, time
-from harness.train.callbacks import Callback
-
-class Hang(Callback):
-    def step(self, step, record, engine):
-        while step == 2:
-            time.sleep(600)
-"""
-
-
-def test_a_run_that_cannot_save_in_time_is_failed_by_the_limit(
-    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Every rank waits for ever in a step, as in a hung file system: SLURM kills them, and says so.
-
-    A stopped process would not do: before its SIGTERM SLURM sends SIGCONT, and the run saves within the five seconds
-    until it is killed.
-    """
-    (tmp_path / "hangs.py").write_text(HANGS)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    run = one(tmp_path / "runs", "measure.callbacks=[hangs:Hang]", "cluster.time_min=1", "cluster.grace_s=10")
-    until(cluster, lambda: effective(run) is State.failed, PATIENCE_S, pause_s=1.0)
-    assert "is TIMEOUT" in reason(run)
-    assert "cluster.time_min" in reason(run)
-    assert step_of(run) <= 2
-
-
-def test_a_rank_that_is_killed_spoils_no_other_cell(cluster: Cluster, tmp_path: Path, gate: Gate) -> None:
-    asked = request(tmp_path, "-m", "train.replicate=0,1")
-    assert asked.returncode == 0, asked.stderr
-    killed, other = Store(tmp_path).runs()
-    until(cluster, lambda: step_of(killed) >= 3, PATIENCE_S)
-    next(process for process in ranks_of(killed) if process.environ()["SLURM_PROCID"] == "1").kill()
-    until(cluster, lambda: effective(killed) is State.failed, PATIENCE_S)
-    assert "left no traceback" in reason(killed) or "is FAILED" in reason(killed)
-    assert state(other) is not State.done
-    gate.open()
-    until(cluster, lambda: effective(other) is State.done, PATIENCE_S)
-
-
-def test_a_submitter_killed_at_any_moment_loses_and_doubles_nothing(
-    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Killed ten times on its way through a study of six cells; then asked once more, in peace."""
-    monkeypatch.setattr("harness.launch.slurm.scheduler.SUBMISSION_GRACE_S", 0.0)
-    cluster.hold()
-    before = set(cluster.job_states())
-    code = (
-        "import sys; from harness.launch.slurm import scheduler; scheduler.SUBMISSION_GRACE_S = 2.0; "
-        "import run; sys.exit(run.main(sys.argv[1:]))"
-    )
-    small = ["train.steps=3", "mesh.world_size=1"]
-    command = [
-        sys.executable,
-        "-c",
-        code,
-        *WORDS,
-        *small,
-        "-m",
-        "train.replicate=range(0,6)",
-        f"launch.root={tmp_path}",
-    ]
-    began = time.monotonic()
-    whole = subprocess.run([*command, "launch.dry_run=true"], cwd=REPOSITORY, capture_output=True, check=False)
-    assert whole.returncode == 0, whole.stderr
-    takes, draw = time.monotonic() - began, random.Random(0)
-    for _ in range(10):
-        process = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        time.sleep(takes * draw.uniform(0.5, 1.2))
-        process.kill()
-        process.wait()
-    time.sleep(3)
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    runs = Store(tmp_path).runs()
-    assert len(runs) == 6
-    waiting = [number for number in cluster.job_states() if number not in before]
-    assert len(waiting) == len({job(run) or reason(run) for run in runs}) == 6, "one job a cell"
-    cluster.go()
-    until(cluster, lambda: Counter(effective(run) for run in runs) == {State.done: 6}, PATIENCE_S)
-
-
-def ranks_of(run: RunDir) -> list[psutil.Process]:
-    """The processes of a run's ranks, all on this machine."""
-    found = []
-    for process in psutil.process_iter(["cmdline"]):
-        words = process.info["cmdline"] or []
-        if "harness.worker" in words and str(run.path) in words:
-            found.append(process)
-    return found

@@ -104,11 +104,17 @@ ODD = slips("""
 """)
 
 
+PEAKS = slips("""
+    resident set as peak: The resident set of the process is called the peak of tensor memory
+        store.results._peak: "memory/peak_tensor_bytes" => "memory/rss"
+""")
+
+
 def test_results_are_what_was_recorded(tmp_path: Path) -> None:
     assert list(odd_results(tmp_path / "s" / "run")) == []
 
 
-@pytest.mark.parametrize("name", each("ms/step", ODD))
+@pytest.mark.parametrize("name", [*each("ms/step", ODD), *each("wandb", PEAKS)])
 def test_a_wrong_result_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    ODD[name].put(monkeypatch)
+    (ODD | PEAKS)[name].put(monkeypatch)
     assert any(odd_results(tmp_path / "s" / "run")), f"{name} survives"

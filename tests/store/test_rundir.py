@@ -9,7 +9,7 @@ import pytest
 
 from harness.config.typed import load_config
 from harness.store import identity
-from harness.store.errors import StoreError
+from harness.store.errors import Busy, StoreError
 from harness.store.rundir import RunDir, Store, cancel_requested, request_cancel
 from tests.launch.cells import make_cell
 from tests.support.mutants import Slip, kills
@@ -88,21 +88,33 @@ def test_a_study_is_one_plain_folder(tmp_path, name):
 
 
 def test_a_directory_that_holds_another_configuration_is_refused(tmp_path):
-    """Two signatures with the same eight digits, or a config.yaml edited by hand."""
+    """Two signatures with the same eight digits, or a config.yaml edited by hand. Another cluster is taken up."""
     store = Store(tmp_path)
     run = store.create(make_cell(tmp_path))
+    run.adopt(make_cell(tmp_path, "cluster.partition=big"))
+    assert run.config()["cluster"]["partition"] == "big"
+    with pytest.raises(StoreError, match="holds another configuration"):
+        run.adopt(make_cell(tmp_path, "optimizer.lr=0.5"))
     text = (run.path / "config.yaml").read_text()
     (run.path / "config.yaml").write_text(text.replace("steps: 20", "steps: 21"))
     with pytest.raises(StoreError, match="holds another configuration"):
         store.create(make_cell(tmp_path))
 
 
-def test_the_next_attempt_takes_up_another_cluster_but_no_other_cell(tmp_path):
+def test_one_owner_and_a_word_by_which_its_attempt_is_cancelled(tmp_path):
     run = Store(tmp_path).create(make_cell(tmp_path))
-    run.adopt(make_cell(tmp_path, "cluster.partition=big"))
-    assert run.config()["cluster"]["partition"] == "big"
-    with pytest.raises(StoreError, match="holds another configuration"):
-        run.adopt(make_cell(tmp_path, "optimizer.lr=0.5"))
+    with run.lock(), pytest.raises(Busy, match="is in use by another process") as lost:
+        run.lock(timeout_s=0)
+    assert lost.value.exit_code == 69
+    run.lock().release()
+    run.new_attempt()
+    assert not cancel_requested(run.path, 0)
+    request_cancel(run.path, 0)
+    assert cancel_requested(run.path, 0)
+    assert run.new_attempt() == 1
+    assert not cancel_requested(run.path, 1)
+    with pytest.raises(StoreError, match="is not a run"):
+        RunDir(tmp_path).config()
 
 
 def test_references(tmp_path):
@@ -115,6 +127,10 @@ def test_references(tmp_path):
     other = store.create(make_cell(tmp_path, "study.name=other"))
     digits = run.signature()
     assert store.find(run.name) == run
+    third = store.create(make_cell(tmp_path, "train.seed=3")).signature()
+    assert store.find(third) == store.find(third.upper()[:20])
+    with pytest.raises(StoreError, match="no run"):
+        store.find(third[:9] + ("0" if third[9] != "0" else "1"))
     assert store.find(f"{run.path}/") == run
     with pytest.raises(StoreError, match="fits 2 runs"):
         store.find(digits[:8])
@@ -124,28 +140,6 @@ def test_references(tmp_path):
         store.find(digits[:3])
     assert store.runs("other") == [other]
     assert store.runs("../adhoc") == []
-
-
-def test_a_long_prefix_must_fit_the_whole_signature(tmp_path):
-    store = Store(tmp_path)
-    run = store.create(make_cell(tmp_path))
-    digits = run.signature()
-    assert store.find(digits) == store.find(digits.upper()[:20]) == run
-    wrong = digits[:9] + ("0" if digits[9] != "0" else "1")
-    with pytest.raises(StoreError, match="no run"):
-        store.find(wrong)
-
-
-def test_a_folder_without_a_configuration_is_no_run(tmp_path):
-    with pytest.raises(StoreError, match="is not a run"):
-        RunDir(tmp_path).config()
-
-
-def test_one_owner(tmp_path):
-    run = Store(tmp_path).create(make_cell(tmp_path))
-    with run.lock(), pytest.raises(StoreError, match="is in use by another process"):
-        run.lock(timeout_s=0)
-    run.lock().release()
 
 
 def test_starting_over_moves_the_record_aside_and_drops_checkpoints(tmp_path):
@@ -166,13 +160,3 @@ def test_starting_over_moves_the_record_aside_and_drops_checkpoints(tmp_path):
     assert not run.capture.exists()
     assert (run.attempt_dir(attempt) / "before" / "metrics.jsonl").read_text() == '{"step": 1}\n'
     assert identity.signature(run.config()) == run.signature()
-
-
-def test_cancelling_is_a_word_in_the_attempts_folder(tmp_path):
-    run = Store(tmp_path).create(make_cell(tmp_path))
-    run.new_attempt()
-    assert not cancel_requested(run.path, 0)
-    request_cancel(run.path, 0)
-    assert cancel_requested(run.path, 0)
-    assert run.new_attempt() == 1
-    assert not cancel_requested(run.path, 1)

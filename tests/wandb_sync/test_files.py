@@ -54,32 +54,24 @@ def differs(run: RunDir) -> list[str]:
     ]
 
 
-def test_tensorboard_reads_what_is_written(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+def test_viewers_read_what_is_written(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert sync(run, "csv") == 0
+    with (run.path / "metrics.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [float(row["train/loss"]) for row in rows] == [each["loss"] for each in read_metrics(run.metrics)]
+    assert [row["train/validation/loss"] != "" for row in rows] == [False, True, False, True, False]
+    assert next(iter(rows[0])) == "train/step"
+    with monkeypatch.context() as patch:
+        patch.setattr(wandb_sync.importlib.util, "find_spec", lambda name: None)
+        assert sync(run, "tensorboard") == 2
+    assert "the package tensorboard is not installed" in capsys.readouterr().err
     pytest.importorskip("tensorboard")
     for _ in range(2):  # the second replaces the first
         assert sync(run, "tensorboard") == 0
     assert differs(run) == []
     assert f"next: tensorboard --logdir {run.path}" in capsys.readouterr().out
-
-
-def test_csv_has_every_number_of_the_record(run: RunDir) -> None:
-    assert sync(run, "csv") == 0
-    with (run.path / "metrics.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    records = read_metrics(run.metrics)
-    assert [float(row["train/loss"]) for row in rows] == [each["loss"] for each in records]
-    assert [row["train/validation/loss"] != "" for row in rows] == [False, True, False, True, False]
-    assert next(iter(rows[0])) == "train/step"
-
-
-def test_a_package_that_is_missing_is_named(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(wandb_sync.importlib.util, "find_spec", lambda name: None)
-    assert sync(run, "tensorboard") == 2
-    told = capsys.readouterr()
-    assert "the package tensorboard is not installed" in told.out + told.err
-    assert "[tensorboard]" in told.out + told.err
 
 
 @kills("wandb", "events of two syncs", "TensorBoard's files of an earlier time stay, so that steps are there twice")

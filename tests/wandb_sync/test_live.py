@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from harness.analysis import load
 from harness.config.schema import CkptPolicy, WandbMode
 from harness.config.wandb_mode import wandb_mode
 from harness.store import status, wandb_run
@@ -21,7 +20,7 @@ from harness.store.files import write_json
 from harness.store.metrics import MetricsWriter, cut_back, read_metrics
 from harness.store.rundir import RunDir
 from harness.store.status import State, Status
-from harness.store.wandb_run import outcome, wandb_id
+from harness.store.wandb_run import wandb_id
 from harness.train.wandb_sync import WandbSync
 from tests.support import wandb_file
 from tests.support.factory import freeze, small_config, stopping, train
@@ -86,34 +85,6 @@ def test_after_three_attempts_one_file_equals_the_record(tmp_path: Path) -> None
     assert (summary["result/peak_bytes"], summary["result/rss_bytes"]) == (2**20 + 15, 2**40 + 15)
     stepped = [record.metric for record in found if record.WhichOneof("record_type") == "metric"]
     assert "train/*" in {each.glob_name for each in stepped}
-
-
-@pytest.mark.parametrize(
-    ("memory", "summary", "peak"),
-    [
-        ({"peak_tensor_bytes": 7, "allocated": 9}, {}, 7),
-        ({"peak_tensor_bytes": None, "allocated": 9}, {}, 9),
-        ({"peak_tensor_bytes": None, "allocated": None}, {}, None),
-        ({}, {"tensor_bytes": {"persistent": [3, 3], "peak": [5, 11], "growth": [0, 0]}}, 11),
-    ],
-)
-def test_peak_memory_is_what_a_table_of_runs_calls_so(
-    memory: dict[str, int | None], summary: dict[str, Any], peak: int | None, tmp_path: Path
-) -> None:
-    """On a CPU it was the resident set: Python and torch, 300 MiB, and a sixth of a MiB of weights."""
-    run = RunDir(tmp_path / "adhoc" / "arm-01234567")
-    freeze(small_config(), run.path)
-    status.write(run.path, Status(State.done, "2 steps", 0))
-    with closing(MetricsWriter(run.metrics)) as writer:
-        record = line(1, random.Random(0))
-        writer.write(record | {"memory": {**record["memory"], "allocated": None, "peak_tensor_bytes": None, **memory}})
-    write_json(run.summary, {"status": "done", "step": 1, **summary})
-    found = outcome(run)
-    (table,) = load.runs(tmp_path).to_dict("records")
-    assert table["state"] == "done", table["reason"]
-    assert found.get("result/peak_bytes") == peak
-    assert (None if table["peak_bytes"] != table["peak_bytes"] else table["peak_bytes"]) == peak
-    assert found["result/rss_bytes"] == table["rss_bytes"] == 2**40 + 1
 
 
 def test_the_file_is_whole_when_following_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,10 +244,5 @@ test_a_mutant_is_found = finds(
             store.wandb_run.opened: shutil.rmtree(other, ignore_errors=True) => pass
             ()
             too many values to unpack
-    """,
-    test_peak_memory_is_what_a_table_of_runs_calls_so="""
-        resident set as peak: The resident set of the process is called the peak of tensor memory
-            store.results._peak: "memory/peak_tensor_bytes" => "memory/rss"
-            (memory={"peak_tensor_bytes": 7}, summary={}, peak=7)
     """,
 )

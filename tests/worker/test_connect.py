@@ -16,7 +16,7 @@ from harness.engines.protocol import Ranks
 from harness.fsdp import SharpOwnership
 from harness.store.rank_place import RankPlace
 from harness.worker import connect
-from tests.support.mutants import Slip, each
+from tests.support.mutants import each, slips
 
 CUDA = torch.device("cuda", 0)
 COLLNET = "NCCL_COLLNET_ENABLE"
@@ -64,13 +64,13 @@ def test_the_default_communicator_has_sharp_where_it_is_the_owner_and_waits_wher
 ) -> None:
     ranks = connect.join(config, ALONE, tmp_path, CUDA)
     (made,) = created
-    assert made["backend"] == "nccl"
-    assert made["collnet"] == collnet
-    assert made["device_id"] == bound
+    assert (made["backend"], made["collnet"], made["device_id"]) == ("nccl", collnet, bound)
     assert made.get("met") == ("1" if owner else None)
     assert os.environ[COLLNET] == "0"
     assert ranks.sharp is not None
     assert ranks.sharp.owner == owner
+    connect.join(config, ALONE, tmp_path, torch.device("cpu"))
+    assert [created[1][name] for name in ("backend", "device_id", "collnet")] == ["gloo", None, "0"]
 
 
 def chosen(host: str, monkeypatch: pytest.MonkeyPatch, **variables: str) -> tuple[str | None, str | None]:
@@ -85,44 +85,31 @@ def chosen(host: str, monkeypatch: pytest.MonkeyPatch, **variables: str) -> tupl
     return os.environ.get(names[0]), os.environ.get(names[1])
 
 
-OF_INTERFACES = [
-    ("variables", "On one host, ranks listen where a variable says"),
-    ("nccl", "On one host, NCCL listens where it likes"),
-]
-SLIPS = {
-    "variables": Slip(connect, "_choose_interfaces", "os.environ[GLOO_INTERFACE] = os.environ[NCCL_INTERFACE] =",
-                      "os.environ[NCCL_INTERFACE] = os.environ.setdefault(GLOO_INTERFACE, interface); _ ="),
-    "nccl": Slip(connect, "_choose_interfaces", "os.environ[NCCL_INTERFACE] = ", ""),
-}  # fmt: skip
-
-
-def off_loopback(monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether ranks on one host listen elsewhere than on loopback."""
-    (loopback,) = {connect.interface_towards("127.0.0.1")}
-    found = [chosen("127.0.0.1", monkeypatch), chosen("127.0.0.1", monkeypatch, GLOO_SOCKET_IFNAME="eth9")]
-    return found != [(loopback, loopback)] * 2
+CHOOSE = "worker.connect._choose_interfaces: os.environ[GLOO_INTERFACE] = os.environ[NCCL_INTERFACE] ="
+SLIPS = slips(f"""
+    variables: On one host, ranks listen where a variable says
+        {CHOOSE} => os.environ[NCCL_INTERFACE] = os.environ.setdefault(GLOO_INTERFACE, interface); _ =
+    nccl: On one host, NCCL listens where it likes
+        {CHOOSE} => os.environ[GLOO_INTERFACE] =
+""")
 
 
 def test_on_one_host_ranks_listen_on_loopback_and_over_hosts_where_a_variable_says(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert not off_loopback(monkeypatch)
+    loopback = connect.interface_towards("127.0.0.1")
+    assert chosen("127.0.0.1", monkeypatch) == (loopback, loopback)
+    assert chosen("127.0.0.1", monkeypatch, GLOO_SOCKET_IFNAME="eth9") == (loopback, loopback)
     monkeypatch.setattr(connect, "interface_towards", lambda host: "ib7")
     assert chosen("10.0.0.1", monkeypatch) == ("ib7", None)
     assert chosen("10.0.0.1", monkeypatch, GLOO_SOCKET_IFNAME="eth9") == ("eth9", None)
 
 
-@pytest.mark.parametrize("slip", each("strangers", OF_INTERFACES))
+@pytest.mark.parametrize("slip", each("strangers", SLIPS))
 def test_a_port_off_loopback_is_found(slip: str, monkeypatch: pytest.MonkeyPatch) -> None:
     SLIPS[slip].put(monkeypatch)
-    assert off_loopback(monkeypatch)
-
-
-def test_gloo_is_bound_to_nothing_and_told_nothing(created: list[dict[str, Any]], tmp_path: Path) -> None:
-    connect.join(asking("dp"), ALONE, tmp_path, torch.device("cpu"))
-    assert created[0]["backend"] == "gloo"
-    assert created[0]["device_id"] is None
-    assert created[0]["collnet"] == "0"
+    with pytest.raises(AssertionError):
+        test_on_one_host_ranks_listen_on_loopback_and_over_hosts_where_a_variable_says(monkeypatch)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +12,8 @@ import torch
 from harness.config.rank_environment import visible_devices
 from harness.config.schema import Config, MeasureMode, Numerics
 from harness.store.rank_place import RankPlace
+from harness.train.record import weights_digest
+from harness.train.session import timed_workload
 from harness.worker import connect
 from harness.worker.connect import device_index
 
@@ -61,3 +65,16 @@ def test_a_timed_step_fills_no_memory_that_it_only_takes(
     finally:
         torch.use_deterministic_algorithms(before[0])
         torch.utils.deterministic.fill_uninitialized_memory = before[1]
+
+
+def test_every_weight_that_is_digested_or_filled_is_a_sign_of_life() -> None:
+    """Long work that is no step says that it moves."""
+    beats: list[str] = []
+    weights = [(f"w{number}", torch.ones(2)) for number in range(3)]
+    assert weights_digest(iter(weights), alive=lambda: beats.append("digest")) == weights_digest(iter(weights))
+    assert beats == ["digest"] * 3
+    filled: Any = lambda name, shape: torch.zeros(shape)  # noqa: E731
+    inner: Any = SimpleNamespace(unit_classes=(), may_leave_unused=False, initial_weight=filled)
+    timers: Any = None
+    timed_workload(inner, timers, lambda: beats.append("fill")).initial_weight("w", torch.Size([2]))
+    assert beats[-1] == "fill"

@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from torch.distributed import TCPStore
 
-from harness.store.rank_place import RankPlace, is_slurm_step, rank_place, slurm_job
+from harness.store.rank_place import RankPlace, rank_place, slurm_job
 from harness.worker import rendezvous
-from harness.worker.rendezvous import interface_towards, is_one_host, meet
+from harness.worker.rendezvous import is_one_host, meet
 from tests.support.mutants import Slip, kills
 
 SLURM = {
@@ -45,6 +45,8 @@ def met(attempt, launcher, environment, start="now"):
     ],
 )
 def test_all_ranks_share_a_store_of_their_own_kind(launcher, environment, kind, tmp_path):
+    assert is_one_host(at(0, "now", 3, launcher), environment) is (kind == "FileStore")
+    assert launcher != "torchrun" or not is_one_host(at(0, "", 3, launcher), environment), "no file of this start alone"
     stores, hosts = zip(*met(tmp_path, launcher, environment), strict=True)
     stores[0].set("word", "hello")
     assert stores[1].get("word") == stores[2].get("word") == b"hello"
@@ -71,6 +73,7 @@ def test_ranks_of_torchrun_on_several_hosts_meet_in_its_store(tmp_path, monkeypa
     variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(agent.port), "RANK": "1", "WORLD_SIZE": "2"}
     for name, value in {**variables, "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
         monkeypatch.setenv(name, value)
+    assert not is_one_host(at(1, launcher="torchrun"), {"LOCAL_WORLD_SIZE": "1"})
     store, host = meet(tmp_path, at(1, launcher="torchrun"), timeout_s=20)
     store.set("word", "hello")
     assert host == "127.0.0.1"
@@ -104,14 +107,6 @@ def test_a_store_of_all_starts_is_found(monkeypatch, tmp_path):
         test_another_start_is_not_met({"SLURM_STEP_NUM_NODES": "1"}, tmp_path)
 
 
-def test_ranks_of_torchrun_are_on_one_host_where_it_says_so():
-    place, hosts = at(0, launcher="torchrun"), {"LOCAL_WORLD_SIZE": "1"}
-    assert is_one_host(place, {"LOCAL_WORLD_SIZE": "2"})
-    assert not is_one_host(place, hosts)
-    assert not is_one_host(place, {})
-    assert not is_one_host(at(0, "", launcher="torchrun"), {"LOCAL_WORLD_SIZE": "2"}), "no file of this start alone"
-
-
 def test_who_a_process_is():
     own = {"HARNESS_LEASH_FD": "5", "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "HARNESS_START": "x"}
     assert rank_place(own | SLURM) == RankPlace(1, 2, 1, "x", "local"), "our own ranks inside somebody's job are ours"
@@ -119,17 +114,9 @@ def test_who_a_process_is():
     assert rank_place(SLURM) == RankPlace(3, 4, 1, "12.0.0", "slurm", "10_2")
     assert rank_place(SLURM | {"SLURM_RESTART_COUNT": "2"}).start == "12.2.0", "a requeued job is a new start"
     assert rank_place({}) == RankPlace(0, 1, 0, "", "inline")
+    script = {"SLURM_JOB_ID": "12", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}
+    assert rank_place(script).launcher == "inline", "an sbatch script is no rank"
+    assert (slurm_job(script), slurm_job({})) == ("12", "")
     for rank, world_size in (("2", "2"), ("-1", "2"), ("0", "0")):
         with pytest.raises(ValueError, match=f"rank {rank} of {world_size}"):
             rank_place({"RANK": rank, "WORLD_SIZE": world_size})
-
-
-def test_an_sbatch_script_is_no_rank():
-    script = {"SLURM_JOB_ID": "12", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}
-    assert not is_slurm_step(script)
-    assert rank_place(script).launcher == "inline"
-    assert (slurm_job(script), slurm_job({})) == ("12", "")
-
-
-def test_the_interface_that_leads_to_loopback_is_loopback():
-    assert interface_towards("127.0.0.1") in {"lo", "lo0"}
