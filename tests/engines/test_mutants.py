@@ -10,32 +10,29 @@ import pytest
 
 from tests.engines.adapter import Adapter
 from tests.engines.conformance.cases import Case
-from tests.engines.conformance.mutants import ALONE, MUTANTS, NEEDS
+from tests.engines.conformance.mutants import MUTANTS, __name__ as WRONG
 from tests.engines.conformance.spawned import run_all
 from tests.engines.conformance.test_conformance import failures
 from tests.engines.conformance.trial import Evidence, Failure
-from tests.support.mutants import kills
+from tests.support.mutants import each
 
-AREA = "Engines, by the conformance suite"
 pytestmark = pytest.mark.timeout(1200)  # the first one runs them all
 
 BASE = Case("ext", "optim", None, 2, 2, "adamw", True, "bf16", "odd", "deterministic")
 
 
-def case_of(engine: type[Adapter], world_size: int | None = None) -> Case:
-    """The cheapest training that shows what is wrong: two ranks where it lies between them, one where it does not."""
-    world_size = world_size or (1 if engine in ALONE else 2)
-    adapter, optimizer = f"{engine.__module__}:{engine.__name__}", NEEDS.get(engine, BASE.optimizer)
-    return replace(BASE, adapter=adapter, optimizer=optimizer, world_size=world_size)
+def case_of(adapter: str, world_size: int, optimizer: str = BASE.optimizer) -> Case:
+    return replace(BASE, adapter=adapter, world_size=world_size, optimizer=optimizer)
 
 
-RIGHT = [case_of(Adapter, world_size) for world_size in (1, 2)]
+CASES = {name: case_of(f"{WRONG}:{name}", mutant.ranks, mutant.optimizer) for name, mutant in MUTANTS.items()}
+RIGHT = [case_of(f"{Adapter.__module__}:{Adapter.__name__}", world_size) for world_size in (1, 2)]
 
 
 @cache
 def evidence() -> dict[Case, list[Evidence] | str]:
     """All of them, and the right one, in two visits of one process group each."""
-    return run_all([*RIGHT, *map(case_of, MUTANTS)])
+    return run_all([*RIGHT, *CASES.values()])
 
 
 def found(case: Case) -> list[Failure]:
@@ -44,13 +41,10 @@ def found(case: Case) -> list[Failure]:
     return failures(case, ranks)
 
 
-@pytest.mark.parametrize(
-    "mutant", [pytest.param(each, id=each.__name__, marks=kills(AREA, each.__name__, each.__doc__)) for each in MUTANTS]
-)
-def test_a_wrong_engine_is_found(mutant: type[Adapter], killed_in: Callable[[float], None]) -> None:
-    case = case_of(mutant)
-    assert MUTANTS[mutant] in {failure.check for failure in found(case)}
-    killed_in(evidence()[case][0].seconds)
+@pytest.mark.parametrize("name", each("Engines, by the conformance suite", MUTANTS))
+def test_a_wrong_engine_is_found(name: str, killed_in: Callable[[float], None]) -> None:
+    assert MUTANTS[name].check in {failure.check for failure in found(CASES[name])}
+    killed_in(evidence()[CASES[name]][0].seconds)
 
 
 @pytest.mark.parametrize("case", RIGHT, ids=str)

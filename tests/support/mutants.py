@@ -111,7 +111,7 @@ def slips(*given: Any) -> dict[str, Any]:
             whatever else
 
     Args:
-        given: the table, and before it what tuples begin with. Paths are without `harness.`. A line that begins with
+        given: the table, and before it what tuples begin with. Paths are without `harness.`, or begin with `tests.`. A line that begins with
             `=>` goes on with the one above; a new line in what is changed is `\\n`. Without `=>` it is an expression
             that takes the place of all, in which `was` is what was there.
     """
@@ -121,8 +121,8 @@ def slips(*given: Any) -> dict[str, Any]:
         head, edit, *more = (line.strip() for line in re.sub(r"\s*\n\s*=>", " =>", row).splitlines())
         (name, breaks), (place, change) = (head.rsplit(": ", 1), edit.split(": ", 1))
         path, _, attribute = place.rpartition(".")
-        owner = pydoc.locate(f"harness.{path}")
-        assert owner is not None, f"there is no harness.{path}"
+        owner = pydoc.locate(path if path.startswith("tests.") else f"harness.{path}")
+        assert owner is not None, f"there is no {path}"
         old, arrow, new = change.replace(r"\n", "\n").partition(" =>")
         slip = Slip(owner, attribute, *((old, new.removeprefix(" ")) if arrow else ("", change)), breaks)
         found[name] = (*before, slip, *more) if before or more else slip
