@@ -13,7 +13,8 @@ from harness.config.errors import BadRequest
 from harness.engines.adapters.fsdp1 import KNOWN_WARNINGS
 from harness.engines.protocol import Ranks, engine_class
 from harness.models.workload import workload_for
-from tests.fsdp.trial import Case, Record, run_case, run_cases
+from tests.engines.conformance.trial import Evidence
+from tests.fsdp.trial import Case, run_case, run_cases
 from tests.support.composing import compose
 from tests.support.spawn import run_ranks
 
@@ -27,7 +28,7 @@ PEERS = (*SHARDED, ("fsdp1", "no_shard"), ("ddp", "no_shard"))
 """Torch's own engines, each with the strategies it has."""
 
 
-def in_16_bits(record: Record) -> bool:
+def in_16_bits(record: Evidence) -> bool:
     return all(torch.equal(gradient, gradient.bfloat16().float()) for gradient in record.gradients.values())
 
 
@@ -100,7 +101,7 @@ def with_a_scalar(config: Any) -> Any:
 
 @pytest.mark.parametrize("engine", ["fsdp1", "fsdp2"])
 def test_a_parameter_without_a_dimension_is_refused_by_name(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.fsdp.trial.workload_for", with_a_scalar)
+    monkeypatch.setattr("tests.engines.conformance.trial.workload_for", with_a_scalar)
     with pytest.raises(ValueError, match=rf"engine={engine} splits.*: gain; give them the shape \[1\]"):
         run_case(0, Case(engine, "optim_grads"))
 

@@ -87,25 +87,25 @@ PATCHES: dict[str, tuple[str, Callable[[], Any], str, str]] = {
     "counters begin late": (
         "State is made by a step on zero gradients, whose step count stays",
         patched(FlatStep, "__init__", _steps_before),
-        "update of",
+        "update:",
         "optim_grads_params optimizer='adamw'",
     ),
     "one group's settings": (
         "The first group's settings are taken for all",
         patched(FlatStep, "__init__", _one_setting),
-        "update of",
+        "update:",
         "optim_grads_params optimizer='adamw'",
     ),
     "blank weights ahead": (
         "What is fetched ahead is not filled",
         patched(GatherPipeline, "_prefetch", _blank_ahead),
-        "gradient of",
+        "gradient:",
         "optim_grads_params",
     ),
     "slots overlap": (
         "A slot of the double buffer is handed out while the unit in it is in use",
         patched(BucketMemory, "refill", _slots_overlap),
-        "gradient of",
+        "gradient:",
         "optim_grads_params model='odd' options=(('double_buffer',True),)",
     ),
 }
@@ -114,70 +114,70 @@ SLIPS = slips(
     r"""
     adds over the unreduced: A reduced gradient is added to the buffer that held the unreduced one
         fsdp.comm.reduction._sum_in_order: if add: => if True:
-        gradient of
+        gradient:
         optim
     last microbatch alone: Each microbatch's sums replace those of the microbatches before
         fsdp.comm.reduction._sum_in_order: if add: => if False:
-        gradient of
+        gradient:
         optim_grads k=2
     scales twice: Gradients are divided by the number of microbatches twice
         fsdp.comm.reduction._sum_in_order: target.mul_(factor) => target.mul_(factor * factor)
-        gradient of
+        gradient:
         optim
     wrong contribution: The first rank's contribution stands for every rank's
         shm.transfer.sum_in_order: (term[begin:end] for term in terms) => (terms[0][begin:end] for _ in terms)
-        gradient of
+        gradient:
         optim_grads_params
     one contribution twice: The last rank's contribution counts twice
         shm.transfer.sum_in_order: for term in terms) => for term in [*terms, terms[-1]])
-        gradient of
+        gradient:
         no_shard
     sums in the wire's dtype: Sums over microbatches are kept in the wire's dtype
         fsdp.runtime.reduce.PendingReduction._reduce: for step in route[1:]:
             => [each.copy_(each.bfloat16()) for each in sums]\n    for step in route[1:]:
-        gradient of
+        gradient:
         optim_grads k=3
     the outer stage divides: The outer stage divides once more
         fsdp.comm.reduction.Reduction.exchange: Exchange(parts, label, factor)
             => Exchange(parts, label, factor * (0.5 if label.bucket.endswith("outer") else 1))
-        gradient of
+        gradient:
         optim_grads world_size=4 outer=2
     a lone rank doubles: A lone rank adds its sum to itself
         fsdp.comm.reduction.Reduction.fold: add=add, factor => add=add or self.comm.size == 1, factor
-        gradient of
+        gradient:
         optim_grads_params world_size=1
     unwritten gradients are sent: Where no gradient came, what lies in memory is sent
         fsdp.storage.gradients.Gradients.settle: zero_() => fill_(7.0)
-        gradient of
+        gradient:
         optim_grads_params model='odd'
     weights are not installed: The next forward computes with the weights from before the update
         fsdp.storage.param_group.ParamGroup.install: if self.kept is not None: => if False:
-        gradient norm at step 2|update of
+        gradient norm: step 2|update:
         optim
     norm misses a piece: The gradient norm leaves out a rank's last piece
         fsdp.update.norms.sum_of_squares: for tensor in tensors if => for tensor in list(tensors)[:-1] if
-        gradient norm at step 1|update of
+        gradient norm: step 1|update:
         optim clip=0.5
     local norm: Each rank clips by the norm of what it holds itself
         fsdp.update.norms._euclidean: everyone.sum_scalars(total, "norm") => pass
-        gradient norm at step 1|update of
+        gradient norm: step 1|update:
         optim_grads clip=0.5
     nothing is clipped: The norm is right and nothing is clipped
         fsdp.update.norms.clip_gradients: coefficient.clamp_(max=1.0) => coefficient.fill_(1.0)
-        update of
+        update:
         optim_grads_params clip=0.5
     gradients are kept: Gradients are not forgotten after the update, and the next step adds to them
         fsdp.storage.gradients.Gradients.forget: if self.is_in_place: => if False:
-        gradient norm at step 2|update of
+        gradient norm: step 2|update:
         no_shard
     empty shards end an update: A rank that holds nothing of one parameter leaves the rest of its bucket out, too
         fsdp.update.flat_step.FlatStep._add_pieces: rank, done =
             => stepped = stepped if all(p.to_local().numel() for _, p, _ in stepped.values()) else {}\n    rank, done =
-        update of
+        update:
         optim_grads_params world_size=4 model='odd'
     the last one is not stepped: The last parameter of each bucket gets no gradient
         fsdp.storage.at_rest.ShardedParameters.install_grads: none = ( => none = param is self.params[-1] or (
-        gradient of
+        gradient:
         optim_grads_params
     rows are cut: Shards are cut at equal numbers of elements, wherever that falls
         fsdp.storage.layout._shard_numel: rows = -(-numel // (row_numel * num_ranks))

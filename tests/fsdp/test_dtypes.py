@@ -26,7 +26,8 @@ from harness.engines.protocol import TORCH_DTYPES
 from harness.fsdp import Dtypes, create_state
 from harness.fsdp.comm import fixed_point
 from harness.models.workload import LlamaWorkload
-from tests.fsdp.trial import KEPT, Case, Record, batches, differences, records, run_cases
+from tests.engines.conformance.trial import Evidence
+from tests.fsdp.trial import Case, batches, differences, records, run_cases
 from tests.support.covering import covering
 from tests.support.spawn import run_ranks
 
@@ -151,10 +152,10 @@ class Emulation:
         return {name: weight.detach().clone() for name, weight in self.main.items()}
 
 
-def emulate(case: Case, dtypes: Dtypes | None = None, summing: Summing | None = None) -> Record:
+def emulate(case: Case, dtypes: Dtypes | None = None, summing: Summing | None = None) -> Evidence:
     """Train a case without the engine; `dtypes` and `summing` may be wrong on purpose."""
     emulation = Emulation(case, dtypes or dtypes_of(case), summing or summing_of(case))
-    record = Record(case)
+    record = Evidence()
     record.weights[0] = emulation.weights()
     for step in range(1, case.steps + 1):
         emulation.install()
@@ -169,8 +170,7 @@ def emulate(case: Case, dtypes: Dtypes | None = None, summing: Summing | None = 
             record.gradients = gradients
         record.norms.append(emulation.step(gradients))
         record.losses.append(losses[0])
-        if step in KEPT:
-            record.weights[step] = emulation.weights()
+        record.weights[step] = emulation.weights()
     return record
 
 
@@ -220,7 +220,7 @@ def case_of(point: Point) -> Case:
 PAIRS, TRIPLES = ([case_of(point) for point in covering_points(triples)] for triples in (False, True))
 
 
-def record(case: Case, among: list[Case]) -> Record:
+def record(case: Case, among: list[Case]) -> Evidence:
     return records(tuple(each for each in among if each.world_size == case.world_size))[case][0]
 
 
@@ -239,7 +239,7 @@ def test_every_triple_of_a_reduction_makes_exactly_its_own_roundings(case: Case)
     check(case, record(case, TRIPLES))
 
 
-def check(case: Case, found: Record) -> None:
+def check(case: Case, found: Evidence) -> None:
     right = emulate(case)
     assert all(gradient.dtype == dtypes_of(case).grads for gradient in found.gradients.values())
     assert all(weight.dtype == dtypes_of(case).main for weight in found.weights[1].values())

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from harness.config.schema import (
     Config,
@@ -20,8 +19,15 @@ from harness.config.schema import (
     Strategy,
     Transport,
 )
-from harness.engines.protocol import Microbatch, Ranks, engine_class
-from harness.models.workload import workload_for
+from harness.engines.protocol import Microbatch
+from tests.engines.conformance.checks import Judgement
+from tests.engines.conformance.trial import (
+    Evidence,
+    batches as batches_of,
+    make_engine,
+    make_workload,
+    train_plainly,
+)
 from tests.support.covering import once
 from tests.support.spawn import run_ranks
 
@@ -61,7 +67,7 @@ class Case:
     clip: float | None = None
     dtype: str = "fp32"
     numerics: str = "fast"
-    steps: int = 10
+    steps: int = 5
     outer: int = 1
     """Size of the outer axis."""
     outer_strategy: str = "no_shard"
@@ -83,20 +89,11 @@ class Case:
             alone, microbatches=self.num_microbatches, dtype=dtype, numerics="fast", outer_strategy="no_shard"
         )
 
-    def batches(self, rank: int, step: int) -> list[Microbatch]:
-        return batches(self, rank, step)
-
     def config(self) -> Config:
         config = Config()
         model = config.model
-        model.vocab_size, model.dim, model.num_layers, model.num_heads, model.num_kv_heads, model.ffn_dim = (
-            31,
-            24,
-            2,
-            2,
-            1,
-            20,
-        )
+        model.vocab_size, model.dim, model.num_layers = 31, 24, 2
+        model.num_heads, model.num_kv_heads, model.ffn_dim = 2, 1, 20
         config.data.seq_len = 7
         if self.model == "odd":
             model.family, model.dim, model.ffn_dim = ModelFamily.odd, 13, 17
@@ -119,79 +116,47 @@ class Case:
         return config
 
 
-@dataclass
-class Record:
-    """gradients: of step 1. weights: at step 0 and after each update in `KEPT`. Scalars: one a step."""
-
-    case: Case
-    gradients: dict[str, Tensor] = field(default_factory=dict)
-    weights: dict[int, dict[str, Tensor]] = field(default_factory=dict)
-    losses: list[list[float]] = field(default_factory=list)
-    norms: list[float] = field(default_factory=list)
-    facts: dict[str, Any] = field(default_factory=dict)
-
-
-KEPT = (0, 1, 2, 3, 10)
-
-
 def batches(case: Case, rank: int, step: int) -> list[Microbatch]:
     """This rank's microbatches; distinct on every rank, a function of the global microbatch index."""
-    per_rank = case.num_microbatches // case.world_size
-    found = []
-    for index in range(rank * per_rank, (rank + 1) * per_rank):
-        generator = torch.Generator().manual_seed(1_000 * step + index)
-        tokens = torch.randint(0, 31, (1, 8), generator=generator)
-        found.append(Microbatch(tokens[:, :-1], tokens[:, 1:]))
-    return found
+    return batches_of(case.config(), rank, step)
 
 
-def run_case(rank: int, case: Case) -> Record:
+def run_case(rank: int, case: Case) -> Evidence:
     """Train one case on this rank. Tensors are recorded on rank 0 only."""
     config = case.config()
-    ranks = Ranks(rank, case.world_size, rank, torch.device("cpu"))
-    workload = workload_for(config)
+    workload: Any = make_workload(config)
     if case.in_one_unit:
         workload.unit_classes = ()
-    engine = engine_class(config.engine.name)(workload, config, ranks)
-    record = Record(case)
-    record.weights[0] = _keep(rank, engine.named_weights())
-    for step in range(1, case.steps + 1):
-        todo = case.batches(rank, step)
-        losses = [engine.forward_backward(b, last=i == len(todo) - 1).item() for i, b in enumerate(todo)]
-        if step == 1:
-            record.gradients = _keep(rank, engine.named_gradients())
-        record.norms.append(engine.step(config.optimizer.lr))
-        record.losses.append(losses)
-        if step in KEPT:
-            record.weights[step] = _keep(rank, engine.named_weights())
-    record.facts = {"bytes": engine.accounted_bytes(), "weight_norm": engine.weight_norm()}
-    engine.close()
-    return record
+    return train_plainly(make_engine(config, workload, rank), config, rank, case.steps, lambda _: config.optimizer.lr)
 
 
-def run_cases(rank: int, cases: list[Case]) -> list[Record]:
+def run_cases(rank: int, cases: list[Case]) -> list[Evidence]:
     """Several cases in one process group."""
     return [run_case(rank, case) for case in cases]
 
 
-def _keep(rank: int, named: Any) -> dict[str, Tensor]:
-    return {name: value for name, value in named if rank == 0}
-
-
 @once
-def alone(case: Case) -> Record:
+def alone(case: Case) -> Evidence:
     """The record of a case on one process."""
     return run_ranks(run_cases, 1, [case])[0][0]
 
 
 @once
-def records(cases: tuple[Case, ...]) -> dict[Case, list[Record]]:
+def records(cases: tuple[Case, ...]) -> dict[Case, list[Evidence]]:
     """Case -> its record on each rank, of cases of one world size; tensors are on rank 0."""
     per_rank = run_ranks(run_cases, cases[0].world_size, list(cases))
     return {case: [ran[index] for ran in per_rank] for index, case in enumerate(cases)}
 
 
-def differences(a: Record, b: Record) -> list[str]:
+def wrong(case: Case, ranks: list[Evidence]) -> list[str]:
+    """How a training differs from one process in fp64, which knows nothing of strategies and ranks."""
+    exact, peer = (alone(case.reference(dtype)) for dtype in ("fp64", case.dtype.partition("_")[0]))
+    judged = Judgement(case, case.config(), ranks, exact, peer)
+    checks = (judged.losses, judged.gradients, judged.norms, judged.updates, judged.frozen)
+    return [f"{found.check}: {found.text}" for check in checks for found in check()]
+
+
+def differences(a: Evidence, b: Evidence) -> list[str]:
     """Everything recorded that does not have the same bits (or is not finite), by name."""
     found = [f"gradient {n}" for n in b.gradients if not torch.equal(a.gradients[n], b.gradients[n])]
     found += [

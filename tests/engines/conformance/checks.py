@@ -11,13 +11,14 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from torch import Tensor
 
 from harness.config.derived import optimizer_states
 from harness.config.schema import Config
-from tests.engines.conformance.cases import CLIP, Case
-from tests.engines.conformance.trial import KEPT, STEPS, Evidence, Failure
+from tests.engines.conformance.cases import CLIP
+from tests.engines.conformance.trial import STEPS, Evidence, Failure
 
 SLACK = 4.0
 FLOOR_ROUNDINGS = 8.0
@@ -33,7 +34,8 @@ APART = "gradient_sums"
 class Judgement:
     """Everything that is known of one case."""
 
-    case: Case
+    case: Any
+    """A `Case`, or what else has its dtype, strategy and clipping."""
     config: Config
     ranks: list[Evidence]
     exact: Evidence
@@ -119,7 +121,7 @@ class Judgement:
 
     def updates(self) -> Iterator[Failure]:
         """How far every tensor has come: gradients, clipping, decay, rate and moments, each at its size."""
-        for step in KEPT[1:]:
+        for step in sorted(self.exact.weights.keys() - {0}):
             check = "weights" if step == STEPS else "update"
             for name in self.trained:
                 start = self.exact.weights[0][name]
@@ -142,7 +144,7 @@ class Judgement:
     def frozen(self) -> Iterator[Failure]:
         """What is not trained stays."""
         for name, start in self.first.weights[0].items():
-            if name not in self.trained and any((self.first.weights[s][name] != start).any() for s in KEPT):
+            if name not in self.trained and any((kept[name] != start).any() for kept in self.first.weights.values()):
                 yield Failure("frozen", f"{name} changed")
 
     def memory(self) -> Iterator[Failure]:

@@ -23,7 +23,7 @@ from tests.engines.conformance.cases import Case, cases, core
 from tests.engines.conformance.checks import Judgement
 from tests.engines.conformance.deviations import KNOWN_DEVIATIONS
 from tests.engines.conformance.spawned import run_all
-from tests.engines.conformance.trial import Evidence, Failure, train_reference
+from tests.engines.conformance.trial import Evidence, Failure, train_alone
 
 pytestmark = pytest.mark.timeout(1800)  # the first case of an engine runs its others too
 
@@ -102,7 +102,7 @@ def reference(case: Case, dtype: str) -> Evidence:
     """`single` on the case's microbatches; cases that differ in their engine alone share it."""
     config = case.reference(dtype)
     if (key := repr(config)) not in _references:
-        _references[key] = train_reference(config)
+        _references[key] = train_alone(config)
     return _references[key]
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -94,17 +95,26 @@ def batches(config: Config, rank: int, step: int) -> list[Microbatch]:
     return found
 
 
-def train_reference(config: Config) -> Evidence:
-    """The same in this process on `single`: losses in global order, gradients, weights."""
-    engine = make_engine(config, make_workload(config), 0)
-    found = Evidence(weights={0: dict(engine.named_weights())})
-    for step in range(1, STEPS + 1):
-        found.losses.append(_accumulate(engine, config, 0, step))
-        if step == 1:
-            found.gradients = dict(engine.named_gradients())
-        found.norms.append(engine.step(_lr(config, step)))
+def train_alone(config: Config) -> Evidence:
+    """The configuration in this process, whose engine is `single`."""
+    return train_plainly(make_engine(config, make_workload(config), 0), config, 0, STEPS, partial(_lr, config))
+
+
+def train_plainly(engine: Engine, config: Config, rank: int, steps: int, lr: Callable[[int], float]) -> Evidence:
+    """What a rank sees that only trains: losses by step, norms, the first gradient, and weights, kept on rank 0."""
+    found = Evidence()
+
+    def keep(step: int) -> None:
         if step in KEPT:
-            found.weights[step] = dict(engine.named_weights())
+            found.weights[step] = {name: value for name, value in engine.named_weights() if rank == 0}
+
+    keep(0)
+    for step in range(1, steps + 1):
+        found.losses.append(_accumulate(engine, config, rank, step))
+        if step == 1:
+            found.gradients = {name: value for name, value in engine.named_gradients() if rank == 0}
+        found.norms.append(engine.step(lr(step)))
+        keep(step)
     engine.close()
     return found
 
