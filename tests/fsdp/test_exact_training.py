@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from harness.fsdp.comm.fixed_point import norm_from_counters, square_counters
-from tests.engines.conformance.trial import Evidence
-from tests.fsdp.trial import Case, alone, differences, records
+from tests.engines.conformance.trial import Evidence, make_workload
+from tests.fsdp.trial import Case, alone, batches, differences, records
 from tests.support.covering import Cover
 
 # -- the norm: equal to fp64 wherever it answers, the same bits for any split, and loud beyond its range ---------------
@@ -110,6 +110,29 @@ def name_of(case: Case) -> str:
 @pytest.mark.parametrize("case", CASES.params(name_of))
 def test_bits_do_not_depend_on_who_trains(case: Case) -> None:
     assert not differences(joined(records(CASES.batch(case))[case]), reference(case))
+
+
+@pytest.mark.parametrize("model", ["tiny", "odd"])
+def test_a_gradient_is_a_sum_of_integers(model: str) -> None:
+    """Multiples of 2^-44 of each microbatch's gradient, added without rounding, divided and rounded once."""
+    case = Case("single", "no_shard", 1, M, M, "sgd", None, numerics="exact", steps=1, model=model)
+    workload, module = make_workload(case.config()), make_workload(case.config()).build("cpu", torch.float32)
+    total: dict[str, torch.Tensor] = {}
+    with torch.no_grad():
+        for name, param in module.named_parameters():
+            param.copy_(workload.initial_weight(name, param.shape))
+    for batch in batches(case, 0, 1):
+        module.zero_grad()
+        workload.loss(module, batch).backward()
+        for name, param in module.named_parameters():
+            if param.grad is not None:
+                integers = (param.grad.double() * 2.0**44).round().to(torch.int64)
+                total[name] = total.get(name, torch.zeros_like(integers)) + integers
+    for name, gradient in alone(case).gradients.items():
+        right = [
+            each / (M << 44) for each in total[name].flatten().tolist()
+        ]  # Python divides integers with one rounding
+        assert torch.equal(gradient.flatten(), torch.tensor(right, dtype=torch.float64).float()), name
 
 
 def test_other_sums_have_other_bits() -> None:

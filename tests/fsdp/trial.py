@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -77,6 +78,8 @@ class Case:
     """Further settings of the group `engine`."""
     in_one_unit: bool = field(default=False, repr=False)
     """All weights are of the root."""
+    decay: float = 0.1
+    """Of weights with more than one dimension."""
 
     @property
     def num_microbatches(self) -> int:
@@ -109,7 +112,11 @@ class Case:
         dtype.compute, dtype.main_params, dtype.main_grads, dtype.grad_comm, dtype.grad_accum = roles_of(self.dtype)
         dtype.allow_low_precision_grads = "/" in self.dtype
         optimizer = config.optimizer
-        optimizer.name, optimizer.clip_norm = OptimizerName[self.optimizer], self.clip
+        optimizer.name, optimizer.clip_norm, optimizer.weight_decay = (
+            OptimizerName[self.optimizer],
+            self.clip,
+            self.decay,
+        )
         optimizer.lr, optimizer.momentum, optimizer.eps = (
             (0.1, 0.9, 1e-8) if self.optimizer == "sgd" else (3e-3, 0.0, 1e-5)
         )
@@ -148,9 +155,9 @@ def records(cases: tuple[Case, ...]) -> dict[Case, list[Evidence]]:
     return {case: [ran[index] for ran in per_rank] for index, case in enumerate(cases)}
 
 
-def wrong(case: Case, ranks: list[Evidence]) -> list[str]:
+def wrong(case: Case, ranks: list[Evidence], reference: Callable[[Case], Evidence] = alone) -> list[str]:
     """How a training differs from one process in fp64, which knows nothing of strategies and ranks."""
-    exact, peer = (alone(case.reference(dtype)) for dtype in ("fp64", case.dtype.partition("_")[0]))
+    exact, peer = (reference(case.reference(dtype)) for dtype in ("fp64", case.dtype.partition("_")[0]))
     judged = Judgement(case, case.config(), ranks, exact, peer)
     checks = (judged.losses, judged.gradients, judged.norms, judged.updates, judged.frozen)
     return [f"{found.check}: {found.text}" for check in checks for found in check()]

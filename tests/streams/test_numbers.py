@@ -3,53 +3,59 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from functools import partial
+from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 from harness.fsdp.runtime.readiness import Readiness
-from tests.fsdp.random_programs import MESHES, Program, Record, draw
-from tests.fsdp.test_properties import IN_CI, train_all, wrong
+from tests.fsdp.ordinary.judging import judge
+from tests.fsdp.ordinary.program import Program, covering_seeds, draw
+from tests.fsdp.ordinary.running import attempt, reference, run
+from tests.fsdp.ordinary.source import text_of
 from tests.streams.recorder import Recorder, believing_in
 from tests.support.covering import once
 from tests.support.mutants import kills
-from tests.support.spawn import run_ranks
 
-IN_SHORT = 5
-"""Place of the mesh whose programs `make test` runs."""
+SEEDS = [seed for seed in covering_seeds() if "DroppedApart" not in draw(seed).pieces]
+"""Ranks that are recorded cannot use different units: [Note: Apart, then together] of `meetings.py`."""
+IN_SHORT = 6
+"""`make test` runs one program of so many."""
+REUSED = Program(pieces=("Looped",), units="linear", dtype="bf16", optimizer="sgd", strategy="optim_grads")
+"""With units that are called several times."""
 
 
-REUSED = 17
-"""Number of a program in bf16 with a unit that is called several times."""
-
-
-def on_streams(rank: int, programs: list[Program], *, mutant: bool = False) -> list[Record]:
+def on_streams(rank: int, program: Program, *, mutant: bool = False) -> Any:
     once_each = mock.patch.object(Readiness, "is_due_once", property(lambda _: True, lambda *_: None), create=True)
     with believing_in(Recorder().cuda), once_each if mutant else nullcontext():
-        return train_all(rank, programs)
+        return attempt(rank, program)
 
 
 @once
-def records(place: int) -> dict[int, list[Record]]:
-    """Number -> record by rank, of all programs of one mesh."""
-    programs = [draw(index) for index in range(place, IN_CI, len(MESHES))]
-    per_rank = run_ranks(on_streams, programs[0].world, programs)
-    return {program.index: [of_rank[i] for of_rank in per_rank] for i, program in enumerate(programs)}
+def outcomes(in_short: bool) -> dict[int, list[Any]]:
+    """Seed -> outcome by rank."""
+    seeds = SEEDS[::IN_SHORT] if in_short else SEEDS
+    return dict(zip(seeds, run(on_streams, [draw(seed) for seed in seeds]), strict=True))
 
 
 @pytest.mark.parametrize(
-    "index",
-    [pytest.param(i, marks=() if i % len(MESHES) == IN_SHORT else pytest.mark.full) for i in range(IN_CI)],
+    "seed", [pytest.param(s, marks=() if s in SEEDS[::IN_SHORT] else pytest.mark.full) for s in SEEDS]
 )
-def test_random_programs_train_as_plain_torch_does_where_work_is_queued(index: int) -> None:
-    """Models with weights of several dtypes, tied, lent to other units, and called several times, among others."""
-    program = draw(index)
-    assert not wrong(program, records(index % len(MESHES))[index]), program
+def test_ordinary_programs_end_right_where_work_is_queued(seed: int) -> None:
+    program = draw(seed)
+    verdict = judge(program, outcomes(seed in SEEDS[::IN_SHORT])[seed], lambda: reference(program))
+    assert verdict.kind in ("right", "refused"), f"{verdict.sentence}\n{text_of(program)}"
+
+
+def apart(rank: int, mutant: bool) -> list[str]:
+    """Weights that have other bits where work is queued."""
+    plain, queued = attempt(rank, REUSED), on_streams(rank, REUSED, mutant=mutant)
+    return [name for name, weight in plain.weights.items() if not torch.equal(weight, queued.weights[name])]
 
 
 @kills("The engine where work is queued", "all units wait", "Gradients of units called several times wait, too")
 def test_a_mutant_is_found() -> None:
-    program = draw(REUSED)
-    per_rank = run_ranks(partial(on_streams, mutant=True), program.world, [program])
-    assert "gradient" in wrong(program, [of_rank[0] for of_rank in per_rank])
+    (right, *_), (wrong, *_) = run(apart, [False, True])
+    assert not right
+    assert wrong

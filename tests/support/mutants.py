@@ -111,9 +111,9 @@ def slips(*given: Any) -> dict[str, Any]:
             whatever else
 
     Args:
-        given: the table, and before it what tuples begin with. Paths are without `harness.`, or begin with `tests.`. A line that begins with
-            `=>` goes on with the one above; a new line in what is changed is `\\n`. Without `=>` it is an expression
-            that takes the place of all, in which `was` is what was there.
+        given: the table, and before it what tuples begin with. Paths are without `harness.`, or begin with `tests.`. A
+            line that begins with `=>` goes on with the one above; a new line in what is changed is `\\n`. Without `=>`
+            it is an expression that takes the place of all, in which `was` is what was there.
     """
     *before, table = given
     found: dict[str, Any] = {}

@@ -49,7 +49,6 @@ SLOW = (
     "tests/fsdp/test_composition.py",
     "tests/fsdp/test_ended_ranks.py",
     "tests/fsdp/test_process_state.py",
-    "tests/fsdp/test_properties.py",
     "tests/fsdp/test_uneven.py",
     "tests/fsdp/test_watchdog.py",
     "tests/launch/test_ends.py",

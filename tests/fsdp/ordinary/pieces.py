@@ -297,6 +297,19 @@ class InPlace(Piece):
         return put(take(carried).add_(self.change(take(carried).clone(), batch)))
 
 
+class Narrower(nn.Linear):
+    """A linear layer of values that 16 bits hold: in bf16 where it was in fp32, in fp32 where it was in bf16."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__(linear.in_features, linear.out_features)
+        other = {torch.float32: torch.bfloat16, torch.bfloat16: torch.float32, torch.float64: torch.float64}
+        for name, param in linear.named_parameters():
+            setattr(self, name, nn.Parameter(param.detach().bfloat16().to(other[param.dtype])))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(self.weight.dtype)).to(x.dtype)
+
+
 KINDS = tuple(kind.__name__ for kind in Piece.__subclasses__())
 
 

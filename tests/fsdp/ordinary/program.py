@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import cache
+from typing import Any
 
 from tests.fsdp.ordinary.pieces import CARRIES, KINDS
 from tests.fsdp.pairs import STRATEGIES
@@ -23,7 +25,7 @@ OPTIMIZERS = {
     "rmsprop": "RMSprop({}, lr=0.01, eps=1e-1, momentum=0.5, weight_decay=0.1)",
     "nadam": "NAdam({}, lr=0.02, eps=1e-2)",
     "subclass": "Renamed({}, lr=0.02, eps=1e-2)",
-    "lbfgs": "LBFGS({}, lr=0.1)",
+    "lbfgs": "LBFGS({}, lr=0.1, max_iter=2)",
 }
 ZEROS = {
     "start": "{o}.zero_grad()",
@@ -33,6 +35,19 @@ ZEROS = {
     "module": "{m}.module.zero_grad()",
     "none": "for p in {m}.parameters():\n    p.grad = None",
 }
+CHOICES = {
+    "nothing": "",
+    "double_buffer": "double_buffer=True",
+    "on_demand": "prefetch=0",
+    "far_ahead": "prefetch=100",
+    "concat": 'grad_buffer="concat"',
+    "offload": "offload_optimizer=True",
+    "backend": 'transport="backend"',
+    "ordered": 'numerics="ordered"',
+    "exact": 'numerics="exact"',
+    "mixed": "",
+}
+"""What an engine may choose, as an argument; or, as `mixed`, that one weight of each piece has another dtype."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +73,7 @@ class Program:
     strategy: str = "optim_grads_params"
     hybrid: str = ""
     dtype: str = "fp64"
+    choice: str = "nothing"
 
     @property
     def values(self) -> tuple[tuple[str, object], ...]:
@@ -92,6 +108,7 @@ AXES: dict[str, tuple[object, ...]] = {
     "strategy": STRATEGIES,
     "hybrid": ("", "no_shard", "optim"),
     "dtype": ("fp64", "fp32", "bf16"),
+    "choice": tuple(CHOICES),
 }  # fmt: skip
 OFTEN = {"loop": 0.5, "clip": 0.5, "between": 0.4, "aside": 0.4, "units": 0.6, "accumulate": 0.8, "freezing": 0.5,
          "hybrid": 0.7, "dtype": 0.6, "k": 0.4, "carry": 0.3}  # fmt: skip
@@ -105,28 +122,40 @@ def draw(seed: int) -> Program:
     chosen = {
         axis: values[0] if source.random() < OFTEN.get(axis, 0.0) else source.choice(values)
         for axis, values in AXES.items()
+        if axis != "choice"
     }
     chosen["strategy"] = STRATEGIES[seed % len(STRATEGIES)]
     pieces = tuple(source.choice(KINDS) for _ in range(source.randint(1, 3)))
+    chosen["choice"] = source.choice(AXES["choice"])
     return _consistent(Program(seed, pieces, **chosen))  # type: ignore[arg-type] # drawn by field name
 
 
+SEVERAL = ("two_optimizers", "in_turns", "gan")
+SENSELESS: tuple[tuple[Callable[[Program], bool], dict[str, Any]], ...] = (
+    (lambda p: p.loop == "closure" and p.zero not in ("start", "zeros"), {"zero": "start"}),
+    (lambda p: p.loop in SEVERAL and p.zero not in ("start", "end"), {"zero": "start"}),
+    (lambda p: p.loop in SEVERAL, {"given": "parameters", "clip": "nothing"}),
+    (lambda p: p.aside in ("adds_group", "scaler", "scaler_off") and p.loop != "plain", {"aside": "nothing"}),
+    # takes one group, and a closure
+    (lambda p: p.optimizer == "lbfgs", {"given": "parameters", "loop": "closure", "zero": "start"}),
+    (lambda p: p.optimizer == "lbfgs" and p.aside in ("adds_group", "scheduler"), {"aside": "nothing"}),
+    # torch would keep, and clip by, gradients that no group's zero_grad forgets
+    (lambda p: p.aside == "adds_group", {"zero": "model"}),
+    # torch copies no tensor that has a graph, and averages tensors of one dtype
+    (lambda p: p.aside == "copies" and "Auxiliary" in p.pieces, {"aside": "nothing"}),
+    (lambda p: p.aside == "gathered_ema" and p.dtype == "bf16", {"dtype": "fp32"}),
+    (lambda p: p.k == 1, {"accumulate": "no_sync"}),
+    # sums integers of fp32 gradients
+    (lambda p: p.choice == "exact" and p.dtype == "fp64", {"dtype": "fp32"}),
+    # has no room for weights that stay until the backward
+    (lambda p: p.choice == "double_buffer" and p.carry == "object", {"carry": "dict"}),
+)
+"""What means nothing beside the rest, and what stands there instead."""
+
+
 def _consistent(program: Program) -> Program:
-    """Without what means nothing beside the rest."""
-    if program.loop in ("closure", "two_optimizers", "in_turns", "gan"):
-        keep = {"closure": ("start", "zeros")}.get(program.loop, ("start", "end"))
-        program = replace(program, zero=program.zero if program.zero in keep else "start")
-    if program.loop in ("two_optimizers", "in_turns", "gan"):
-        program = replace(program, given="parameters", clip="nothing")
-    if program.aside in ("adds_group", "scaler", "scaler_off") and program.loop != "plain":
-        program = replace(program, aside="nothing")
-    if program.optimizer == "lbfgs":  # takes one group, and a closure
-        program = replace(program, given="parameters", loop="closure", zero="start")
-        program = replace(program, aside="nothing" if program.aside in ("adds_group", "scheduler") else program.aside)
-    if program.aside == "adds_group":  # torch would keep, and clip by, gradients that no group's zero_grad forgets
-        program = replace(program, zero="model")
-    if program.k == 1:
-        program = replace(program, accumulate="no_sync")
+    for is_senseless, instead in SENSELESS:
+        program = replace(program, **instead) if is_senseless(program) else program
     return program
 
 

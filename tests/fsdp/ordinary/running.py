@@ -103,7 +103,7 @@ class World:
     def names(self) -> dict[str, Any]:
         """What every program may use, whichever engine it runs under."""
         return {
-            **{name: getattr(pieces, name) for name in ("Net", "Critic", "Piece", "loss_of", "logits_of")},
+            **{name: getattr(pieces, name) for name in ("Net", "Critic", "Narrower", "Piece", "loss_of", "logits_of")},
             "torch": torch,
             "nn": nn,
             "copy": copy,
@@ -205,6 +205,9 @@ def start_of(program: Program) -> dict[str, Tensor]:
     """Weights before the first step, fp64."""
     models = {"model": pieces.Net(program.pieces, program.carry, program.tied)}
     models |= {"critic": pieces.Critic()} if program.loop == "gan" else {}
+    if program.choice == "mixed":
+        for piece in models["model"].pieces:
+            piece.down = pieces.Narrower(piece.down)
     named = [
         (name, *pair)
         for name, model in models.items()

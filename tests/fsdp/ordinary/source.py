@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from textwrap import indent
 
-from tests.fsdp.ordinary.program import OPTIMIZERS, ZEROS, Program
+from tests.fsdp.ordinary.program import CHOICES, OPTIMIZERS, ZEROS, Program
 
 STEPS = 4
 DTYPES = {"fp64": "torch.float64", "fp32": "torch.float32", "bf16": "torch.bfloat16"}
@@ -25,6 +25,8 @@ LATE = "model.norm"
 def text_of(program: Program) -> str:
     """The program, under our engine's names."""
     lines = [f"model = Net({program.pieces}, carry={program.carry!r}, tied={program.tied}).to({DTYPES[program.dtype]})"]
+    if program.choice == "mixed":
+        lines.append("for piece in model.pieces:\n    piece.down = Narrower(piece.down)")
     if program.freezing in FREEZING:
         lines.append(FREEZING[program.freezing])
     lines += _sharded(program)
@@ -49,6 +51,8 @@ def arguments(program: Program) -> str:
     if program.hybrid:
         given += ["device_mesh=mesh", 'dp_shard_dim="shard"', 'dp_outer_dim="outer"']
         given.append(f'outer_dp_sharding_strategy="{program.hybrid}"')
+    if CHOICES[program.choice]:
+        given.append(CHOICES[program.choice])
     return ", ".join(given)
 
 
