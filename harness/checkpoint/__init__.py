@@ -4,5 +4,5 @@
 (`rank-00003.safetensors`). A tensor is a few *chunks*: rectangles given by their offsets and sizes, each under a name
 in one file. The manifest lists the chunks of each tensor, every file's size and checksum, all plain values, and a
 SHA-256 of itself. A folder is written as `step-000020.tmp`, flushed, and renamed: under its final name it is complete.
-Ranks plan reads and writes with torch's distributed checkpoint (DCP); its files, which are pickles, are not used.
+Ranks tell each other which chunks they hold, in JSON.
 """

@@ -25,16 +25,15 @@ def steps(folder: Path) -> list[int]:
     return sorted(step for name, step in found.items() if f"{PREFIX}{name}" == path_of(folder, step).name)
 
 
-def begin(folder: Path, step: int) -> Path:
+def begin(folder: Path, step: int) -> None:
     unfinished = path_of(folder, step).with_suffix(UNFINISHED)
     for left in folder.glob(f"{PREFIX}*{UNFINISHED}"):
         shutil.rmtree(left, ignore_errors=True)
     private_folder(folder)
     unfinished.mkdir()
-    return unfinished
 
 
-def publish(unfinished: Path) -> Path:
+def publish(unfinished: Path) -> None:
     final = unfinished.with_suffix("")
     flush(unfinished)
     replaced = final.with_suffix(REPLACED)
@@ -43,7 +42,6 @@ def publish(unfinished: Path) -> Path:
     os.rename(unfinished, final)
     flush(final.parent)
     shutil.rmtree(replaced, ignore_errors=True)
-    return final
 
 
 def keep_newest(folder: Path, count: int, saved: int, best: Iterable[int] = ()) -> None:

@@ -9,7 +9,6 @@ loads anything, and compares the engine with the files afterwards.
 from __future__ import annotations
 
 import shlex
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,13 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
-from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from harness.checkpoint import folder as folders
-from harness.checkpoint.manifest import Damaged, Manifest
-from harness.checkpoint.storage import Comparer, LoadPlanner, Reader, SavePlanner, Writer, dtype_of
+from harness.checkpoint import folder as folders, storage
+from harness.checkpoint.manifest import Damaged, FileEntry, Manifest
 from harness.config.derived import lr_at
 from harness.config.schema import Config
 from harness.control import Control, gather_json
@@ -73,14 +68,20 @@ class Checkpoints:
         unfinished = folders.path_of(self.folder, step).with_suffix(folders.UNFINISHED)
         self._on_first_rank(f"make {unfinished}", lambda: folders.begin(self.folder, step))
         state = engine.state()
-        tensors = {**self._own(state.tensors, portable=state.portable), **self._rng_state()}
-        writer = Writer(unfinished, self.ranks.rank, self._values(step, initial_weights, begins_after, state.portable))
-        self._dcp(f"write {writer.folder}", dcp_save, tensors, storage_writer=writer, planner=SavePlanner())
-        self._on_first_rank(f"publish {writer.folder}", lambda: self._publish(writer, best))
+        held = storage.held_of({**self._own(state.tensors, portable=state.portable), **self._rng_state()})
+        values = self._values(step, initial_weights, begins_after, state.portable)
+        entries = storage.shared_out(_everyone(storage.described(held), self.control))
+        told = self._on_every_rank(
+            f"write {unfinished}", lambda: storage.write(unfinished, self.ranks.rank, held, entries)
+        )
 
-    def _publish(self, writer: Writer, best: Sequence[int]) -> None:
-        folders.publish(writer.folder)
-        folders.keep_newest(self.folder, self.config.ckpt.keep, writer.values["step"], best)
+        def publish() -> None:
+            files = {storage.file_of(rank): FileEntry(*written) for rank, written in enumerate(told) if written}
+            Manifest(entries, files, values).write(unfinished)
+            folders.publish(unfinished)
+            folders.keep_newest(self.folder, self.config.ckpt.keep, step, best)
+
+        self._on_first_rank(f"publish {unfinished}", publish)
 
     def _values(self, step: int, initial_weights: str, begins_after: int, portable: bool) -> dict[str, Any]:
         return {
@@ -160,7 +161,9 @@ class Checkpoints:
         return manifest, "; ".join(dict.fromkeys(each for each in found if each))
 
     def _take(self, path: Path, manifest: Manifest, engine: Engine) -> Checkpoint:
-        engine.expect({k: torch.empty(e.shape, dtype=dtype_of(e), device="meta") for k, e in manifest.tensors.items()})
+        engine.expect(
+            {k: torch.empty(e.shape, dtype=storage.dtype_of(e), device="meta") for k, e in manifest.tensors.items()}
+        )
         values, state = manifest.values, engine.state()
         if not (values["portable"] and state.portable) and values["layout"] != self.layout:
             raise StoreError(
@@ -172,7 +175,7 @@ class Checkpoints:
         tensors = self._own(state.tensors, portable=state.portable)
         skipped = self._check_names(path, manifest, tensors)
         wanted = {key: tensor for key, tensor in tensors.items() if key not in skipped}
-        self._read(path, Reader(path, manifest), wanted)
+        self._read(path, manifest, wanted, storage.load_into)
         state.adopt()
         self._restore_rng(path, manifest)
         wrong = self._differing(path, manifest, engine, skipped)
@@ -214,8 +217,6 @@ class Checkpoints:
         for theirs in _everyone(mine, self.control):
             wanted |= {key: tuple(shape) for key, shape in theirs.items()}
         held = {key: entry for key, entry in manifest.tensors.items() if not key.startswith(RNG)}
-        if parts := manifest.values.get("parts"):  # weights alone, say: the rest stays as a new run has it
-            wanted = {key: shape for key, shape in wanted.items() if key.startswith(tuple(parts))}
         missing = sorted((key for key in wanted if key not in held and 0 not in wanted[key]), key=_weights_first)
         unexpected = sorted((key for key in held if key not in wanted), key=_weights_first)
         fitting = wanted.keys() & held.keys()
@@ -234,28 +235,20 @@ class Checkpoints:
             self.warn(f"ckpt.strict=false: of {path}, {len(wrong)} {do} not fit: {'; '.join(wrong[:SHOWN])}")
         return {key for key in mine if key not in held} | set(shapes)
 
-    def _read(self, path: Path, reader: Reader, tensors: Mapping[str, Tensor]) -> None:
-        self._dcp(f"read {path}", dcp_load, tensors, storage_reader=reader, planner=LoadPlanner())
-
-    def _dcp(self, what: str, act: Callable[..., object], tensors: Mapping[str, Tensor], **given: Any) -> None:
-        """Run a save or load of DCP, which fails on all ranks alike.
-
-        Raises `RuntimeError`: the first rank's reason, without DCP's traceback.
-        """
-        group = self.control.group
-        try:
-            with self.control.meter.muted(), torch.no_grad(), warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
-                act(dict(tensors), process_group=group, no_dist=group is None, **given)
-        except CheckpointException as error:
-            rank, (reason, _) = next(iter(error.failures.items()))
-            raise RuntimeError(f"checkpoint: rank {rank} cannot {what}: {reason}") from reason
+    def _read(self, path: Path, manifest: Manifest, tensors: Mapping[str, Tensor], deliver: storage.Deliver) -> None:
+        self._on_every_rank(f"read {path}", lambda: storage.read(path, manifest, tensors, deliver))
 
     def _differing(self, path: Path, manifest: Manifest, engine: Engine, skipped: set[str]) -> tuple[str, ...]:
-        state, comparer = engine.state(), Comparer(path, manifest)
+        """Keys of tensors that differ, bit for bit, from the checkpoint after the documented cast."""
+        state, wrong = engine.state(), set[str]()
+
+        def compare(key: str, stored: Tensor, target: Tensor) -> None:
+            if not storage.is_loaded(stored, target):
+                wrong.add(key)
+
         tensors = self._own(state.tensors, portable=state.portable)
-        self._read(path, comparer, {key: t for key, t in tensors.items() if key not in skipped})
-        return tuple(sorted(set().union(*_everyone(sorted(comparer.wrong), self.control))))
+        self._read(path, manifest, {key: t for key, t in tensors.items() if key not in skipped}, compare)
+        return tuple(sorted(set().union(*_everyone(sorted(wrong), self.control))))
 
     # -- random numbers ----------------------------------------------------------------------------------------------
 
@@ -268,7 +261,7 @@ class Checkpoints:
 
     def _restore_rng(self, path: Path, manifest: Manifest) -> None:
         wanted = {key: torch.empty_like(held) for key, held in self._rng_state().items() if key in manifest.tensors}
-        self._read(path, Reader(path, manifest), wanted)
+        self._read(path, manifest, wanted, storage.load_into)
         for key, state in wanted.items():
             if key.endswith("/cuda"):
                 torch.cuda.set_rng_state(state, self.ranks.device)
@@ -276,16 +269,24 @@ class Checkpoints:
                 torch.set_rng_state(state)
 
     def _on_first_rank(self, what: str, act: Callable[[], object]) -> None:
-        """Run it on rank 0, and fail on all ranks if it failed there, so that none waits in the next exchange."""
-        fault = None
-        if self.ranks.rank == 0:
-            try:
-                act()
-            except OSError as error:
-                fault = error
-        told = _everyone(None if fault is None else str(fault), self.control)[0]
-        if told is not None:
-            raise RuntimeError(f"checkpoint: rank 0 cannot {what}: {told}") from fault
+        self._on_every_rank(what, act if self.ranks.rank == 0 else lambda: None)
+
+    def _on_every_rank(self, what: str, act: Callable[[], Any]) -> list[Any]:
+        """JSON results of all ranks, by rank; fails on all ranks if it failed on any, so that none waits in the next
+        exchange.
+
+        Raises `RuntimeError`: the first such rank's reason.
+        """
+        fault, found = None, None
+        try:
+            found = act()
+        except Exception as error:
+            fault = error
+        told = _everyone([found, None if fault is None else str(fault)], self.control)
+        for rank, (_, reason) in enumerate(told):
+            if reason is not None:
+                raise RuntimeError(f"checkpoint: rank {rank} cannot {what}: {reason}") from fault
+        return [found for found, _ in told]
 
 
 def layout_of(config: Config) -> dict[str, Any]:
@@ -310,7 +311,7 @@ def data_position(config: Config, step: int) -> dict[str, Any]:
 
 def _everyone(value: Any, control: Control) -> list[Any]:
     """JSON value of every rank, by rank. Collective over all ranks."""
-    with control.meter.muted():
+    with control.meter.paused():
         return gather_json(value, control.group)
 
 

@@ -1,162 +1,143 @@
-"""DCP's storage interface over safetensors files and a JSON manifest, without pickle on disk.
+"""Tensors of a checkpoint: each chunk is written by one of the ranks that hold it, and read by those that need it.
 
-Ranks still plan through `torch.distributed` object collectives, as DCP does.
+A rank holds one chunk of each tensor: its part of a DTensor, or all of any other tensor.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    LoadPlanner as DcpLoadPlanner,
-    ReadItem,
-    SavePlan,
-    SavePlanner as DcpSavePlanner,
-    WriteItem,
-    WriteItemType,
-)
-from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
-from torch.futures import Future
+from torch.distributed.tensor import DTensor
 
 from harness.checkpoint import tensor_file
-from harness.checkpoint.manifest import Chunk, Damaged, FileEntry, Manifest, TensorEntry
+from harness.checkpoint.manifest import Chunk, Damaged, Manifest, TensorEntry
+from harness.probe.step_checks.pieces import local_part
+
+Deliver = Callable[[str, Tensor, Tensor], None]
+"""Takes a tensor's key, stored elements, and this rank's own in the same places."""
 
 
-@dataclass(frozen=True)
-class Stored:
-    chunk: Chunk
-    entry: FileEntry
+class Held(NamedTuple):
+    """This rank's chunk of a tensor."""
+
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    offsets: tuple[int, ...]
+    part: Tensor
+    """Elements, over the engine's own memory."""
 
 
-class Unprepared:
-    """Methods that DCP calls before it moves data, where there is nothing to do."""
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing is kept from one call to the next."""
-
-    def set_up_storage_writer(self, *_: Any, **__: Any) -> None:
-        """Nothing to prepare."""
-
-    set_up_storage_reader = set_up_storage_writer
-
-    def prepare_local_plan(self, plan: Any) -> Any:
-        return plan
-
-    def prepare_global_plan(self, plans: list[Any]) -> list[Any]:
-        return plans
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return Path(checkpoint_id).is_dir()
+def held_of(tensors: Mapping[str, Tensor]) -> dict[str, Held]:
+    """Chunks by key, but of DTensors of which this rank has no elements."""
+    found = {}
+    for key, tensor in tensors.items():
+        part, offsets = local_part(tensor), (0,) * tensor.ndim
+        if isinstance(tensor, DTensor):
+            chunks: list[Any] = tensor.__create_chunk_list__()
+            if not chunks or not part.numel():
+                continue
+            (chunk,) = chunks
+            offsets = tuple(chunk.offsets)
+        found[key] = Held(tuple(tensor.shape), offsets, part)
+    return found
 
 
-class Writer(Unprepared, StorageWriter):
-    """Writes this rank's chunks into one file; the coordinator writes the manifest at the end.
+def described(held: Mapping[str, Held]) -> list[Any]:
+    """Key, dtype, full shape, offsets and sizes of this rank's chunks, as JSON for the other ranks."""
+    return [
+        [key, str(part.dtype).removeprefix("torch."), shape, offsets, list(part.shape)]
+        for key, (shape, offsets, part) in held.items()
+    ]
 
-    Args: folder: exists; each rank adds `rank-<rank>.safetensors`. values: plain JSON for the manifest.
+
+def shared_out(told: Sequence[Sequence[Any]]) -> dict[str, TensorEntry]:
+    """Entries of all tensors: a chunk lies in the file of the rank that has it and the least to write until then.
+
+    Args: told: `described` of every rank. Raises `ValueError`: chunks do not make up their tensor.
     """
-
-    def __init__(self, folder: Path, rank: int, values: Mapping[str, Any]) -> None:
-        self.folder = folder
-        self.rank = rank
-        self.values = dict(values)
-
-    def write_data(self, plan: SavePlan, planner: DcpSavePlanner) -> Future[list[WriteResult]]:
-        """Raises `TypeError`: something is no tensor; it belongs into `values`. Otherwise as `tensor_file.write`."""
-        chunks = {_name(item): item for item in plan.items}
-        refused = [item.index.fqn for item in plan.items if item.type is WriteItemType.BYTE_IO]
-        if refused:
-            raise TypeError(f"no tensors, and nothing is pickled here: {', '.join(refused[:5])}")
-        results: list[WriteResult] = []
-        if chunks:
-            name = f"rank-{self.rank:05d}.safetensors"
-            tensors: dict[str, Any] = {each: planner.resolve_data(item) for each, item in chunks.items()}
-            written = tensor_file.write(self.folder / name, tensors)
-            entry = FileEntry(written.bytes, written.xxh3)
-            for each, item in chunks.items():
-                chunk = Chunk(tuple(item.index.offset or ()), tuple(tensors[each].shape), name, each)
-                results.append(WriteResult(item.index, tensors[each].nbytes, Stored(chunk, entry)))
-        done: Future[list[WriteResult]] = Future()
-        done.set_result(results)
-        return done
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        files: dict[str, FileEntry] = {}
-        chunks: dict[str, list[Chunk]] = {}
-        for result in (each for found in results for each in found):
-            files[result.storage_data.chunk.file] = result.storage_data.entry
-            chunks.setdefault(result.index.fqn, []).append(result.storage_data.chunk)
-        tensors = {
-            key: TensorEntry(
-                str(entry.properties.dtype).removeprefix("torch."),
-                tuple(entry.size),
-                tuple(sorted(chunks.get(key, []), key=lambda each: each.offsets)),
-            )
-            for key, entry in metadata.state_dict_metadata.items()
-            if isinstance(entry, TensorStorageMetadata)
-        }
-        Manifest(tensors, files, self.values).write(self.folder)
+    kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
+    holders: dict[tuple[str, tuple[int, ...], tuple[int, ...]], list[int]] = {}
+    for rank, chunks in enumerate(told):
+        for key, dtype, shape, offsets, sizes in chunks:
+            kinds[key] = dtype, tuple(shape)
+            holders.setdefault((key, tuple(offsets), tuple(sizes)), []).append(rank)
+    written, found = [0] * len(told), dict[str, list[Chunk]]()
+    for (key, offsets, sizes), ranks in holders.items():
+        rank = min(ranks, key=lambda each: written[each])
+        written[rank] += math.prod(sizes)
+        name = f"{key}@{','.join(map(str, offsets))}" if any(offsets) else key
+        found.setdefault(key, []).append(Chunk(offsets, sizes, file_of(rank), name))
+    for key, (_, shape) in kinds.items():
+        if sum(math.prod(chunk.sizes) for chunk in found[key]) != math.prod(shape):
+            raise ValueError(f"the ranks' chunks of {key} do not make up a tensor of {list(shape)}")
+    by_place = {key: tuple(sorted(chunks, key=lambda chunk: chunk.offsets)) for key, chunks in found.items()}
+    return {key: TensorEntry(*kind, by_place[key]) for key, kind in kinds.items()}
 
 
-class Reader(Unprepared, StorageReader):
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
-        self.folder = folder
-        self.manifest = manifest
-        self.chunks = {(key, chunk.offsets): chunk for key, entry in manifest.tensors.items() for chunk in entry.chunks}
+def file_of(rank: int) -> str:
+    return f"rank-{rank:05d}.safetensors"
 
-    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        return Metadata(state_dict_metadata={key: stored(entry) for key, entry in self.manifest.tensors.items()})
 
-    def read_data(self, plan: LoadPlan, planner: DcpLoadPlanner) -> Future[None]:
-        with ExitStack() as stack:
-            opened: dict[str, Any] = {}
-            for item in plan.items:
-                chunk = self.chunks[item.storage_index.fqn, tuple(item.storage_index.offset or ())]
+def write(folder: Path, rank: int, held: Mapping[str, Held], entries: Mapping[str, TensorEntry]) -> list[Any]:
+    """Write what is this rank's to write; size and checksum of the file, or nothing without a chunk.
+
+    Raises as `tensor_file.write`.
+    """
+    chunks = ((key, chunk) for key, entry in entries.items() for chunk in entry.chunks)
+    own = {chunk.name: held[key].part for key, chunk in chunks if chunk.file == file_of(rank)}
+    if not own:
+        return []
+    written = tensor_file.write(folder / file_of(rank), own)
+    return [written.bytes, written.xxh3]
+
+
+def read(folder: Path, manifest: Manifest, tensors: Mapping[str, Tensor], deliver: Deliver) -> None:
+    """Deliver the stored elements of every tensor's chunk on this rank.
+
+    Raises `Damaged`: chunks lack some of them, or as `held_chunk`.
+    """
+    with ExitStack() as stack:
+        opened: dict[str, Any] = {}
+        for key, own in held_of(tensors).items():
+            entry, count = manifest.tensors[key], 0
+            for chunk in entry.chunks:
+                here, there = _overlap(own, chunk)
+                target = own.part[here]
+                if not target.numel():
+                    continue
                 if chunk.file not in opened:
-                    opened[chunk.file] = stack.enter_context(safe_open(self.folder / chunk.file, framework="pt"))
-                entry = self.manifest.tensors[item.storage_index.fqn]
-                held = held_chunk(opened[chunk.file], chunk, dtype_of(entry))
-                ranges = zip(item.storage_offsets, item.lengths, strict=True)
-                target = planner.resolve_tensor(item).detach()
-                self._deliver(held[tuple(slice(begin, begin + size) for begin, size in ranges)], item, target)
-                planner.commit_tensor(item, target)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
-
-    def _deliver(self, part: Tensor, item: ReadItem, target: Tensor) -> None:
-        """Fill the target; another dtype is rounded to nearest, ties to even, as by `Tensor.copy_`."""
-        target.copy_(part)
+                    opened[chunk.file] = stack.enter_context(safe_open(folder / chunk.file, framework="pt"))
+                deliver(key, held_chunk(opened[chunk.file], chunk, dtype_of(entry))[there], target)
+                count += target.numel()
+            if count != own.part.numel():
+                raise Damaged(f"{folder} has {count} of {own.part.numel()} elements of {key}")
 
 
-class Comparer(Reader):
-    """Compares the files with the state in place instead of loading."""
+def _overlap(held: Held, chunk: Chunk) -> tuple[tuple[slice, ...], ...]:
+    """Places of the common elements, in this rank's part and in the chunk."""
+    rows = list(zip(held.offsets, held.part.shape, chunk.offsets, chunk.sizes, strict=True))
+    spans = [(max(a, b), max(a, b, min(a + n, b + m))) for a, n, b, m in rows]
+    return tuple(
+        tuple(slice(begin - at, end - at) for (begin, end), at in zip(spans, offsets, strict=True))
+        for offsets in (held.offsets, chunk.offsets)
+    )
 
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
-        super().__init__(folder, manifest)
-        self.wrong: set[str] = set()
-        """Keys of tensors that differ, bit for bit, from the checkpoint after the documented cast."""
 
-    def _deliver(self, part: Tensor, item: ReadItem, target: Tensor) -> None:
-        if not _same_bits(target, part.to(target.dtype).to(target.device)):
-            self.wrong.add(item.dest_index.fqn)
+def load_into(_: str, stored: Tensor, target: Tensor) -> None:
+    """Fill the target; another dtype is rounded to nearest, ties to even, as by `Tensor.copy_`."""
+    target.copy_(stored)
+
+
+def is_loaded(stored: Tensor, target: Tensor) -> bool:
+    """True if the target has the bits that `load_into` gives it."""
+    return _same_bits(target, stored.to(target.dtype).to(target.device))
 
 
 def held_chunk(file: Any, chunk: Chunk, dtype: torch.dtype) -> Tensor:
@@ -171,21 +152,13 @@ def held_chunk(file: Any, chunk: Chunk, dtype: torch.dtype) -> Tensor:
     return held
 
 
-def stored(entry: TensorEntry) -> TensorStorageMetadata:
-    chunks = [ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in entry.chunks]
-    return TensorStorageMetadata(TensorProperties(dtype=dtype_of(entry)), torch.Size(entry.shape), chunks)
-
-
 def dtype_of(entry: TensorEntry) -> torch.dtype:
-    """Torch's dtype of an entry. Raises `Damaged`: torch has none of this name."""
-    found = getattr(torch, entry.dtype, None)
-    if not isinstance(found, torch.dtype):
-        raise Damaged(f"{entry.dtype!r} is no dtype")
-    return found
+    dtype: torch.dtype = getattr(torch, entry.dtype)
+    return dtype
 
 
 def whole_tensor(folder: Path, entry: TensorEntry) -> Tensor:
-    """Unsharded tensor from its chunks, without DCP and without other ranks."""
+    """Unsharded tensor from its chunks, without other ranks."""
     whole = torch.empty(entry.shape, dtype=dtype_of(entry))
     for chunk in entry.chunks:
         with safe_open(folder / chunk.file, framework="pt") as file:
@@ -194,17 +167,8 @@ def whole_tensor(folder: Path, entry: TensorEntry) -> Tensor:
     return whole
 
 
-def _name(item: WriteItem) -> str:
-    offsets = ",".join(map(str, item.index.offset or ()))
-    return f"{item.index.fqn}@{offsets}" if any(item.index.offset or ()) else item.index.fqn
-
-
 def _same_bits(one: Tensor, other: Tensor) -> bool:
     flat = [each.contiguous().reshape(-1).view(torch.uint8) for each in (one, other)]
     if all(each.numel() % 8 == 0 and each.data_ptr() % 8 == 0 for each in flat):
         flat = [each.view(torch.int64) for each in flat]  # compared eight times as fast
     return torch.equal(*flat)
-
-
-SavePlanner = partial(DefaultSavePlanner, flatten_state_dict=False, flatten_sharded_tensors=False)
-LoadPlanner = partial(DefaultLoadPlanner, flatten_state_dict=False, flatten_sharded_tensors=False)

@@ -49,19 +49,15 @@ class Row:
 class Traffic:
     """Counts this process's collectives from its construction to `close`. One is active at a time."""
 
-    yields = True
-    """Gives way to one that does not: a watched loop's counts are beside the point where an engine is measured."""
-
     def __init__(self) -> None:
-        """Raises `RuntimeError`: another one is active, and does not give way."""
+        """Raises `RuntimeError`: another one is active."""
         global _active
-        if _active is not None and (self.yields or not _active.yields):
+        if _active is not None:
             raise RuntimeError("another meter counts the collectives of this process: close it first")
         _install()
         self._guard = threading.Lock()  # DDP's reducer calls from autograd's threads
         self._counts: dict[tuple[str, str], list[int]] = {}
         self._paused = False
-        self._muted = threading.local()
         _active = self
 
     def close(self) -> None:
@@ -82,7 +78,7 @@ class Traffic:
         return nullcontext()
 
     def add(self, kind: str, bucket: str, count: int, num_bytes: int) -> None:
-        if self._paused or getattr(self._muted, "on", False):
+        if self._paused:
             return
         with self._guard:
             entry = self._counts.setdefault((kind, bucket), [0, 0])
@@ -96,15 +92,6 @@ class Traffic:
             yield
         finally:
             self._paused = before
-
-    @contextmanager
-    def muted(self) -> Iterator[None]:
-        """Exclude collectives of this thread in the body, but not of others: work beside the training."""
-        before, self._muted.on = getattr(self._muted, "on", False), True
-        try:
-            yield
-        finally:
-            self._muted.on = before
 
     def take(self) -> list[Row]:
         """Rows since the last call, in order of first use; resets the counts."""

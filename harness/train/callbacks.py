@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from numbers import Integral, Real
 from pkgutil import resolve_name
 from typing import Any
 
@@ -109,31 +108,18 @@ class Callbacks:
                 each.close()
 
     def step(self, step: int, record: Mapping[str, Any]) -> dict[str, float]:
-        """Joined numbers of a step.
-
-        Raises `ValueError`: a duplicate name, or a result that is no mapping of names to numbers.
-        """
+        """Joined numbers of a step. Raises `ValueError`: two callbacks return one name."""
         joined: dict[str, float] = {}
         with self._meters.paused():
             for each in self._all:
-                who, found = f"measure.callbacks: {type(each).__name__}", each.step(step, record, self._engine)
-                if found is not None and not isinstance(found, Mapping):
-                    raise ValueError(f"{who}.step returns {found!r}: return a dict of numbers by name, or None")
-                for name, value in (found or {}).items():
-                    if name in joined:
-                        raise ValueError(f"{who} returns {name!r}, which another callback returns too")
-                    joined[name] = _number(who, name, value)
+                found = each.step(step, record, self._engine)
+                numbers = {} if found is None else {name: float(value) for name, value in dict(found).items()}
+                if same := numbers.keys() & joined.keys():
+                    raise ValueError(f"measure.callbacks: two return {', '.join(same)}")
+                joined |= numbers
         return joined
 
 
 def made(config: Config) -> list[Callback]:
     """The user's callbacks."""
     return [resolve_name(name)(config) for name in config.measure.callbacks]
-
-
-def _number(who: str, name: str, value: Any) -> float:
-    """A finite JSON number from Python's or numpy's. Raises `ValueError`: it is neither."""
-    if isinstance(value, bool) or not isinstance(value, Real):
-        fix = ": call .item()" if hasattr(value, "item") else ""
-        raise ValueError(f"{who} returns {name}={value!r}, which is not a number{fix}")
-    return int(value) if isinstance(value, Integral) else float(value)

@@ -323,7 +323,7 @@ def _worst(cells: Sequence[Cell]) -> Cell:
 
 
 def written_right(root: Path, layout: Layout) -> list[str]:
-    """Keys of a layout's checkpoint that, put together without DCP, are not the reference's."""
+    """Keys of a layout's checkpoint that, put together by one process, are not the reference's."""
     right, held = (Manifest.read(path_of(root / name, SAVED)) for name in ("reference", str(layout)))
     wrong = sorted(_names(right) ^ _names(held))
     for key in sorted(_names(right) & _names(held)):
