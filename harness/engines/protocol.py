@@ -9,15 +9,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pkgutil import resolve_name
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from harness.config import capabilities
 from harness.config.schema import Config, Dtype, EngineName
 from harness.fsdp import SharpOwnership
+from harness.models.workload import TokenWorkload
 from harness.probe.step_checks.pieces import Piece
 
 
@@ -84,39 +84,8 @@ class State:
     """True if any layout of any engine can load it; otherwise only this layout of this engine can."""
 
 
-class Workload(Protocol):
-    """Workload of an engine: everything that it may know about the model."""
-
-    unit_classes: tuple[type[nn.Module], ...]
-    """Modules whose parameters are gathered and released together."""
-
-    may_leave_unused: bool
-    """True if a microbatch may leave trained parameters without a gradient, possibly different ones on each rank."""
-
-    def build(self, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
-        """Make the module with uninitialised parameters; device "meta" allocates nothing, not even buffers."""
-
-    def quantize(self, model: nn.Module, device: torch.device) -> None:
-        """Make linear layers of a built module multiply 8-bit numbers, in place; does nothing without a recipe. For
-        engines that declare `fp8`."""
-
-    def cut(self, model: nn.Module, axis: DeviceMesh, *, sequence_parallel: bool) -> None:
-        """Split a built module in place over the ranks of a tensor-parallel axis; names do not change. *Collective.*"""
-
-    def initial_weight(self, name: str, shape: torch.Size) -> Tensor:
-        """Full initial value of the parameter with this name: fp32, CPU, a function of name and train.seed alone."""
-
-    def materialise_buffers(self, model: nn.Module, device: torch.device) -> None:
-        """Give every buffer of a module built on meta the value that it has after `build` on a device."""
-
-    def loss(self, model: nn.Module, batch: Microbatch) -> Tensor:
-        """Mean loss over the tokens of one microbatch: a scalar, fp32 or wider, with a graph."""
-
-    def decays(self, name: str, shape: torch.Size) -> bool:
-        """True if weight decay applies to this parameter (matrices yes, vectors no)."""
-
-    def orthogonalizes(self, name: str, shape: torch.Size) -> bool:
-        """True if Muon steps this parameter, and not the AdamW beside it. Asked under optimizer=muon alone."""
+Workload = TokenWorkload
+"""Everything that an engine may know about the model."""
 
 
 class Engine(ABC):

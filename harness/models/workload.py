@@ -26,20 +26,24 @@ RESIDUAL_PROJECTIONS = ("attention.wo.weight", "w_down.weight")
 
 
 class TokenWorkload(ABC):
+    """A model as engines use it. A user's own class need not be a subclass of this one."""
+
     unit_classes: tuple[type[nn.Module], ...]
+    """Modules whose parameters are gathered and released together."""
 
     def __init__(self, config: Config) -> None:
         self.model_config = config.model
         self.seed = config.train.seed
         self.may_leave_unused = may_leave_unused(config)
+        """True if a microbatch may leave trained parameters without a gradient, on each rank other ones."""
         self.recipe = config.dtype.fp8
 
     @abstractmethod
     def build(self, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
-        """Module with uninitialised parameters of `dtype`; "meta" allocates nothing."""
+        """Module with uninitialised parameters of `dtype`; "meta" allocates nothing, not even buffers."""
 
     def cut(self, model: nn.Module, axis: DeviceMesh, *, sequence_parallel: bool) -> None:
-        """Cut a built module in place over a tensor-parallel axis. Collective over it.
+        """Cut a built module in place over a tensor-parallel axis; names do not change. Collective over it.
 
         Raises `NotImplementedError`: the family declares no plan; a rule refuses mesh.tp for it.
         """
@@ -68,21 +72,18 @@ class TokenWorkload(ABC):
         return self._normal(name, shape, std)
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        """Mean cross entropy, in nats a token, of (tokens, targets), both [B, S] int64; fp32, or fp64 in an fp64 model.
-
-        The batch is a plain pair: models and engines do not import each other.
-        """
+        """Mean cross entropy, in nats a token, of tokens and targets, [B, S] int64; fp32, or fp64 in an fp64 model."""
         tokens_BS, targets_BS = batch
         logits_BSV = model(tokens_BS)
         wide_BSV = logits_BSV.to(torch.promote_types(logits_BSV.dtype, torch.float32))
         return F.cross_entropy(wide_BSV.flatten(0, 1), targets_BS.flatten())
 
     def decays(self, name: str, shape: torch.Size) -> bool:
-        """Matrices decay, vectors (norm scales, biases, gains) do not."""
+        """True if weight decay applies: to matrices, not to vectors (norm scales, biases, gains)."""
         return len(shape) > 1
 
     def orthogonalizes(self, name: str, shape: torch.Size) -> bool:
-        """Matrices, but for embeddings and heads, which are known by usual names."""
+        """True if Muon steps it: matrices, but for embeddings and heads, which are known by usual names."""
         return len(shape) == 2 and not NOT_ORTHOGONALIZED.search(name)
 
     def _normal(self, name: str, shape: torch.Size, std: float) -> Tensor:

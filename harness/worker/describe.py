@@ -41,7 +41,7 @@ SAMPLE = 16
 ZEROS = "its entries set to zeros of the weight's shape, as a checkpoint has them before the first step"
 
 WORKLOAD = ("build", "initial_weight", "materialise_buffers", "loss", "decays")
-"""Methods of a model's class; `harness.engines.protocol.Workload` defines them."""
+"""Methods of a model's class; `harness.models.workload.TokenWorkload` defines them."""
 
 
 ELEMENTWISE = frozenset(
@@ -178,7 +178,7 @@ def try_model(kind: type, config: Config) -> dict[str, Any]:
     missing = [name for name in asked if name in abstract or not hasattr(kind, name)]
     if missing:
         base = "class Mine(harness.models.workload.TokenWorkload)"
-        raise Unusable(f"lacks {', '.join(missing)}", choices="a harness.engines.protocol.Workload", fix=base)
+        raise Unusable(f"lacks {', '.join(missing)}", choices="what TokenWorkload has", fix=base)
     with trying("making it"):
         workload = kind(config)
     for name in ("unit_classes", "may_leave_unused"):

@@ -194,15 +194,6 @@ def test_where_no_smaller_factor_helps_all_ranks_raise_and_keep_their_weights() 
     assert same
 
 
-@pytest.mark.usefixtures("group")
-def test_a_factor_that_would_round_is_refused() -> None:
-    model = fully_shard_model(build().half())
-    scale = LossScale(model, optimizer_of(model.parameters()), GROWTH)
-    for state in ({}, {"scale": torch.tensor(3.0), "good_steps": torch.tensor(0)}):
-        with pytest.raises(ValueError, match="loss scale"):
-            scale.load_state_dict(state)
-
-
 # -- the adapter -------------------------------------------------------------------------------------------------------
 
 
@@ -253,9 +244,9 @@ def test_a_resumed_run_goes_on_with_the_same_scale() -> None:
     assert len(scales) > 1, "it changed after the resume"
     for (_, one), (_, two) in zip(first.named_weights(), second.named_weights(), strict=True):
         assert torch.equal(one, two)
-    with pytest.raises(ValueError, match="this has"):
+    with pytest.raises(ValueError, match="missing loss_scale/"):
         second.load_state_dict({key: value for key, value in saved.items() if "loss_scale" not in key})
-    with pytest.raises(ValueError, match="state holds a loss scale"):
+    with pytest.raises(ValueError, match="unexpected loss_scale/"):
         adapter(case, "none", Dtype.fp16).load_state_dict(saved)
 
 

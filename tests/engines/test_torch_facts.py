@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from typing import Any
 
 import pytest
 import torch
@@ -83,27 +82,6 @@ def test_the_refusals_say_what_to_do() -> None:
     )
     assert "dtype.grad_comm=bf16" in wire
     assert "outer axis" in wire
-
-
-def with_a_scalar(config: Any) -> Any:
-    """A workload whose model has a parameter without a dimension."""
-    workload: Any = workload_for(config)
-    build = workload.build
-
-    def built(device: torch.device | str, dtype: torch.dtype) -> torch.nn.Module:
-        model: torch.nn.Module = build(device, dtype)
-        model.gain = torch.nn.Parameter(torch.empty((), device=device, dtype=dtype))
-        return model
-
-    workload.build = built
-    return workload
-
-
-@pytest.mark.parametrize("engine", ["fsdp1", "fsdp2"])
-def test_a_parameter_without_a_dimension_is_refused_by_name(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.engines.conformance.trial.workload_for", with_a_scalar)
-    with pytest.raises(ValueError, match=rf"engine={engine} splits.*: gain; give them the shape \[1\]"):
-        run_case(0, Case(engine, "optim_grads"))
 
 
 def _warnings(rank: int, cases: list[Case]) -> list[str]:

@@ -67,7 +67,7 @@ def replaced_by_a_device(path: Path) -> None:
     path.symlink_to("/dev/zero")
 
 
-DAMAGE = {
+DAMAGE: dict[str, Any] = {
     "a device for a file": lambda p: replaced_by_a_device(p / RANK_FILE),
     "flipped bit in the data": lambda p: rewrite(p / RANK_FILE, lambda d: flipped(d, -1)),
     "flipped bit in the header": lambda p: rewrite(p / RANK_FILE, lambda d: flipped(d, 20)),

@@ -21,7 +21,7 @@ mesh is therefore given to FSDP1 as one axis, replicated over all ranks.
 
 Limits, on torch 2.13:
 
-- Parameters of shape [] are refused here, as by FSDP1 itself (`ValueError`).
+- Parameters of shape [] are refused by FSDP1 (`ValueError`).
 - Under `no_sync` microbatches are summed in the *compute* dtype. A rule refuses no_shard with 16-bit compute and
   several microbatches unless dtype.allow_low_precision_grads=true accepts it.
 - All ranks run the same units in the same order in each microbatch, as in `fsdp2`; parameters unused inside a unit
@@ -44,7 +44,7 @@ from torch.distributed.fsdp.wrap import CustomPolicy
 
 from harness.capture.shards import flat_pieces
 from harness.config.schema import Config, Strategy
-from harness.engines.base.sharded import ShardedEngine, data_parallel_mesh, refuse_scalars, units_of
+from harness.engines.base.sharded import ShardedEngine, data_parallel_mesh, units_of
 from harness.engines.protocol import Ranks, Seen, Workload
 from harness.fsdp import create_state
 from harness.probe.step_checks.pieces import Piece
@@ -64,11 +64,9 @@ KNOWN_WARNINGS: tuple[tuple[str, type[Warning]], ...] = (
 
 class Fsdp1Engine(ShardedEngine):
     def __init__(self, workload: Workload, config: Config, ranks: Ranks) -> None:
-        """Raises `ValueError`: a parameter has no dimension."""
         super().__init__(workload, config, ranks)
         model = workload.build("meta", self.main_dtype)
         workload.materialise_buffers(model, ranks.device)
-        refuse_scalars("fsdp1", model)
         shapes = {name: param.shape for name, param in model.named_parameters()}
         filler = _Filler(workload, model, ranks.device)
         strategy, mesh = self._strategy(config, ranks)

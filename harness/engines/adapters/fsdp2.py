@@ -15,7 +15,7 @@ wider on purpose, such as rotary tables.
 
 Limits, on torch 2.13:
 
-- Parameters of shape [] are refused here (`ValueError`); `fully_shard` fails on them in an assertion.
+- Parameters of shape [] are refused by `fully_shard` (`ValueError`).
 - With an outer axis, several microbatches and a wire narrower than the main gradients, what each microbatch's
   reduce-scatter gives is summed in the *wire's* dtype until the outer all-reduce. A rule refuses that pair unless
   dtype.allow_low_precision_grads=true accepts it.
@@ -44,7 +44,7 @@ from torch.distributed.tensor import DTensor
 
 from harness.config.schema import Config, OptimizerName, Strategy
 from harness.engines import optim
-from harness.engines.base.sharded import ShardedEngine, data_parallel_mesh, grid_mesh, refuse_scalars, units_of
+from harness.engines.base.sharded import ShardedEngine, data_parallel_mesh, grid_mesh, units_of
 from harness.engines.protocol import Microbatch, Ranks, Seen, State, Workload
 from harness.fsdp import TpShard
 
@@ -59,13 +59,11 @@ TOO_OLD = (
 
 class Fsdp2Engine(ShardedEngine):
     def __init__(self, workload: Workload, config: Config, ranks: Ranks) -> None:
-        """Raises `ValueError`: a parameter has no dimension, or this torch's FSDP2 cannot handle parameters unused on
-        some ranks."""
+        """Raises `ValueError`: this torch's FSDP2 cannot handle parameters unused on some ranks."""
         super().__init__(workload, config, ranks)
         model = workload.build("meta", self.main_dtype)
         workload.quantize(model, ranks.device)
         workload.materialise_buffers(model, ranks.device)
-        refuse_scalars("fsdp2", model)
         shapes = {name: param.shape for name, param in model.named_parameters()}
         mesh, self.tensor = self._meshes(model)
         self.tp_shards = {name: TpShard.of(name, param, self.tensor) for name, param in model.named_parameters()}

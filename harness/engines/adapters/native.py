@@ -122,11 +122,6 @@ class NativeEngine(Engine):
         return _rows_of(self.state())
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        scale = {key.removeprefix(LOSS_SCALE): value for key, value in state.items() if key.startswith(LOSS_SCALE)}
-        if self.loss_scale is not None:
-            self.loss_scale.check_state(scale)
-        elif scale:
-            raise ValueError(f"state holds a loss scale, and dtype.loss_scale={self.config.dtype.loss_scale} has none")
         held = self.state()
         optim.load_state(_rows_of(held), state)
         held.adopt()
@@ -208,8 +203,7 @@ def _sharp_mesh(config: Config, ranks: Ranks) -> DeviceMesh:
     return DeviceMesh.from_group([outer, inner], ranks.device.type, grid, mesh_dim_names=("dp_outer", "dp_shard"))
 
 
-GROWING_FROM, LARGEST = 2.0**16, 2.0**40
-"""Bounds far beyond fp16's use, so that wider formats do not drive the factor to infinity."""
+GROWING_FROM = 2.0**16
 SCALE_KEY, GOOD_STEPS_KEY = "scale", "good_steps"
 
 
@@ -262,8 +256,6 @@ class LossScale:
                 " engine.report_nan_in_param_grad=true with dtype.loss_scale=none names the tensor, the rank and the"
                 " microbatch"
             )
-        if self.value > LARGEST:
-            self.scaler.update(LARGEST)
         return math.nan if skipped else norm, Scaled(scale, skipped)
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -274,17 +266,7 @@ class LossScale:
             GOOD_STEPS_KEY: torch.tensor(held["_growth_tracker"], dtype=torch.int64),
         }
 
-    def check_state(self, state: Mapping[str, Tensor]) -> None:
-        """Raises `ValueError`: a key is missing or unexpected, or the factor is no power of two from 1 to 2^40."""
-        if set(state) != {SCALE_KEY, GOOD_STEPS_KEY}:
-            raise ValueError(f"a loss scale's state has {SCALE_KEY} and {GOOD_STEPS_KEY}; this has {sorted(state)}")
-        value = float(state[SCALE_KEY])
-        if not (1.0 <= value <= LARGEST and math.frexp(value)[0] == 0.5):
-            raise ValueError(f"loss scale {value} is no power of two from 1 to 2^40")
-
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Raises `ValueError` as `check_state`; nothing was loaded."""
-        self.check_state(state)
         saved = {"scale": float(state[SCALE_KEY]), "_growth_tracker": int(state[GOOD_STEPS_KEY])}
         self.scaler.load_state_dict(self.scaler.state_dict() | saved)
         self._is_unscaled = False

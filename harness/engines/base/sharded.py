@@ -257,16 +257,6 @@ def _uses(module: nn.Module) -> Counter[nn.Parameter]:
     return Counter(param for part in module.modules() for param in part._parameters.values() if param is not None)
 
 
-def refuse_scalars(engine: str, model: nn.Module) -> None:
-    """Raises `ValueError`: parameters of shape [], which neither wrapper shards."""
-    scalars = [name for name, param in model.named_parameters() if param.ndim == 0]
-    if scalars:
-        raise ValueError(
-            f"engine={engine} splits parameters along their first dimension, and these have none: {', '.join(scalars)};"
-            " give them the shape [1], or use engine=native, engine=ddp or engine=single"
-        )
-
-
 class ReplicatedEngine(ShardedEngine):
     def __init__(self, workload: Workload, config: Config, ranks: Ranks, *, fused: bool) -> None:
         """Raises `ValueError`: main gradients and main weights differ in dtype, which plain torch does not support."""
