@@ -29,7 +29,7 @@ ENGINES = {
     "fsdp1": STRATEGIES[2:],
     "ddp": STRATEGIES[:1],
     "megatron_fsdp": STRATEGIES,
-    "deepspeed": STRATEGIES,
+    "deepspeed": STRATEGIES[1:],
 }
 OF_OURS = (
     *("engine.prefetch=0", "engine.prefetch=4", "engine.offload_optimizer=true", "engine.double_buffer=true"),

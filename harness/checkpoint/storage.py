@@ -28,7 +28,7 @@ class Held(NamedTuple):
     """This rank's chunk of a tensor."""
 
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     offsets: tuple[int, ...]
     part: Tensor
     """Elements, over the engine's own memory."""

@@ -25,8 +25,6 @@ class Capabilities:
     formats: tuple[Dtype, ...] = tuple(Dtype)
     main_formats: tuple[Dtype, ...] | None = None
     """Dtypes of main weights and main gradients, if fewer than `formats`."""
-    uncast: tuple[Strategy, ...] = ()
-    """Strategies that compute in the dtype of the main weights only."""
     equal_dtypes: tuple[tuple[str, str], ...] = EQUAL_GRADIENTS
     """Fields of the group `dtype` that must agree, because the engine has one dtype for both roles."""
     compressed_wires: tuple[Dtype, ...] = ()
@@ -156,13 +154,12 @@ class EngineName(Choice):
     )
     deepspeed = (
         "deepspeed",
-        "DeepSpeed ZeRO 0-3 with a torch optimizer and fp32 main weights and gradients; no_shard in fp32 only.",
+        "DeepSpeed ZeRO 1-3 with a torch optimizer and fp32 main weights and gradients.",
         Capabilities(
             adapter="harness.engines.adapters.deepspeed:DeepspeedEngine",
-            strategies=tuple(Strategy),
+            strategies=tuple(Strategy)[1:],
             formats=(Dtype.fp32, Dtype.bf16),
             main_formats=(Dtype.fp32,),
-            uncast=(Strategy.no_shard,),
             equal_dtypes=(),
             idle_parameters=False,
             keeps_idle_gradients=(Strategy.optim_grads_params,),

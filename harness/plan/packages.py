@@ -110,11 +110,7 @@ class Deepspeed(Peer):
         trained, weights = sum(groups), elements(self.params)
         self.is_plain = stage == 1 and self.compute < self.main  # BF16_Optimizer
         self.flat, self.copies = trained * self.compute, stage in (1, 2) and not self.is_plain
-        if stage == 0:
-            self.keep(weights, trained, len(self.trained))
-            self.move("inner", "all_reduce", trained * self.wire)
-            self.sums[ALL] = self.memory["main_grads"]
-        elif stage < 3:
+        if stage < 3:
             flats = [-(-numel // (ALIGNED * n)) * ALIGNED for numel in groups]
             used = sum(map(min, groups, flats))
             self.keep(used, used, len(groups), (sum(flats) - used) * (1 + self.states))
@@ -158,7 +154,7 @@ class Deepspeed(Peer):
     def on_gradient(self, mark: Mark, unit: Unit) -> None:
         if self.copies:
             self.take(BUCKETS, ALL, self.flat)
-        if self.is_plain or self.stage == 0 or (self.stage == 1 and self.k > 1):  # autograd sums them
+        if self.is_plain or (self.stage == 1 and self.k > 1):  # autograd sums them
             most = self.flat if self.is_plain else self.sums[ALL]
             self.live[SUMS][ALL] = min(most, self.live[SUMS][ALL] + mark.given)
 

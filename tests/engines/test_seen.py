@@ -23,7 +23,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     },
     **{
         f"deepspeed-{each.name}": {"engine__name": EngineName.deepspeed, "sharding__strategy": each}
-        for each in Strategy
+        for each in list(Strategy)[1:]
         if find_spec("deepspeed") is not None
     },
     **{

@@ -120,7 +120,6 @@ PEERS = [
         (4, 2, 1, "megatron_fsdp sharding=optim sharding.outer=no_shard mesh.dp_outer=2 dtype=bf16_comm"),
         (4, 2, 1, "megatron_fsdp sharding=optim_grads sharding.outer=no_shard mesh.dp_outer=2"),
         (2, 2, 1, "deepspeed sharding=optim_grads_params dtype=bf16_comm"),
-        (2, 2, 1, "deepspeed sharding=no_shard"),
         (3, 2, 1, "deepspeed sharding=optim dtype=bf16_comm"),
         (2, 2, 1, "deepspeed sharding=optim"),
         (3, 2, 1, "deepspeed sharding=optim_grads dtype=bf16"),

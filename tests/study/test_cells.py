@@ -281,7 +281,7 @@ def test_the_study_of_step_time_is_whole_blocks_of_both_regimes(whole: bool, blo
     assert [config.train.replicate for config in configs] == sorted(config.train.replicate for config in configs)
     arms = Counter(arm_of(c) for c in configs)
     assert set(arms.values()) == {blocks}
-    assert len(arms) == 2 * 18 + 2 * 5 + 6
+    assert len(arms) == 2 * 17 + 2 * 5 + 6
     assert {arm[1] for arm in arms} == set(EngineName) - {EngineName.single, EngineName.ext}
     assert len({c.train.steps for c in configs}) == 1
     hybrid = [c for c in configs if c.mesh.dp_outer > 1]

@@ -117,19 +117,6 @@ def hybrid_is_built(request: Request) -> Iterator[Violation]:
 
 
 @rule()
-def main_dtypes_are_possible(request: Request) -> Iterator[Violation]:
-    config, can = request.config, request.can
-    if config.sharding.strategy in can.uncast and config.dtype.compute is not config.dtype.main_params:
-        casting = [s.name for s in can.strategies if s not in can.uncast]
-        yield request.wrong(
-            "sharding.strategy dtype.compute",
-            f"engine={config.engine.name.name} computes in the main weights' dtype with this strategy",
-            ", ".join([f"dtype.compute={config.dtype.main_params.name}", *(f"sharding={name}" for name in casting)]),
-            "dtype=fp32" + (f", or sharding={casting[0]}" if casting else ", or engine=native"),
-        )
-
-
-@rule()
 def gradient_dtypes_are_possible(request: Request) -> Iterator[Violation]:
     engine, d, can = request.config.engine.name, request.config.dtype, request.can
     for role, other in can.equal_dtypes:

@@ -1,4 +1,4 @@
-"""DeepSpeed ZeRO 0 to 3, as its documentation says: a client optimizer of two groups, its own clipping and boundary.
+"""DeepSpeed ZeRO 1 to 3, as its documentation says: a client optimizer of two groups, its own clipping and boundary.
 
 Main weights, gradients and moments are fp32. Weights are computed with in fp32 or bf16, gradients travel in
 `communication_data_type` and are summed there by the backend; between microbatches they accumulate in fp32
@@ -7,7 +7,7 @@ on every rank and all-reduces it at the boundary. DeepSpeed scales each loss by 
 
 Limits, on DeepSpeed 0.19.8:
 
-- `no_shard` has one dtype for all roles but the wire: bf16 weights with fp32 gradients are refused by DeepSpeed itself.
+- ZeRO-0 is not offered: it is DDP, and refuses bf16 weights with fp32 gradients.
 - ZeRO leaves a step out whose gradient norm is not finite and reports `inf`; BF16_Optimizer and ZeRO-3 do so in every
   dtype. Nothing else here skips a step (docs/records/upstream/deepspeed_skips_nonfinite.md).
 - Every trained weight gets a gradient in every microbatch on every rank. ZeRO-1 and 2 leave a weight without one out of
@@ -89,13 +89,9 @@ class DeepspeedEngine(Engine):
     def step(self, lr: float) -> float:
         """Norm before clipping; `inf` where the step was skipped."""
         optim.set_lr(self.base, lr)
-        norm = optim.euclidean_norm(self._gradients_here(), self.ranks.device) if self.stage == 0 else 0.0
-        if self.stage == 0:
-            coefficient = optim.clip_coefficient(norm, self.config.optimizer.clip_norm)
-            optim.scale(self._gradients_here(), coefficient)
         with _surroundings(self.ranks):
             self.engine.step()
-        return norm if self.stage == 0 else float(self.engine.get_global_grad_norm())
+        return float(self.engine.get_global_grad_norm())
 
     def seen(self) -> Seen:
         """The module itself, whose losses DeepSpeed scales by 1 / k. ZeRO-3's parameters are empty between passes."""
@@ -112,7 +108,7 @@ class DeepspeedEngine(Engine):
 
     def _whole(self, name: str, part: Tensor | None) -> Tensor:
         """Unsharded fp32 tensor, on the CPU. Collective where ranks have parts of it. Args: part: of `shards`."""
-        is_cut = self.stage == 3 or (self.stage > 0 and name in self.trained)
+        is_cut = self.stage == 3 or name in self.trained
         groups = [dist.group.WORLD] if is_cut else []
         return whole(self.shards[name], part, groups, torch.float32, self.ranks.device).cpu()
 
@@ -138,9 +134,7 @@ class DeepspeedEngine(Engine):
         found: dict[str, Tensor] = {}
         for name, param in self.trained.items():
             shard = self.shards[name]
-            if self.stage == 0:
-                found |= {} if param.grad is None else {name: param.grad}
-            elif self.stage == 3 and shard.numel:
+            if self.stage == 3 and shard.numel:
                 found[name] = safe_get_local_grad(param)[: shard.numel]
             elif shard.numel:  # BF16_Optimizer keeps the whole gradient
                 here = param._hp_mapping.get_lp_grad_fragment(param._index_in_param_group).view(-1)
@@ -159,8 +153,8 @@ class DeepspeedEngine(Engine):
         grads = trained if self.stage < 2 else flat - spare
         compute = self._compute_elements()
         return {
-            "compute_weights": ((compute if self.stage else 0) + self._kept_elements()) * self.compute_dtype.itemsize,
-            "main_weights": (flat - spare if self.stage else compute) * MAIN_BYTES,
+            "compute_weights": (compute + self._kept_elements()) * self.compute_dtype.itemsize,
+            "main_weights": (flat - spare) * MAIN_BYTES,
             "main_grads": grads * MAIN_BYTES,
             "optimizer": optimizer - spare * per_element,
             "padding": spare * (MAIN_BYTES + per_element) + self._compute_padding() * self.compute_dtype.itemsize,
@@ -179,8 +173,6 @@ class DeepspeedEngine(Engine):
         )
 
     def _main_weights(self) -> dict[str, Tensor]:
-        if self.stage == 0:
-            return dict(self.trained)
         optimizer = self.engine.optimizer
         for attribute in ("fp32_partitioned_groups_flat", "fp32_groups_flat_partition"):
             if hasattr(optimizer, attribute):
@@ -205,7 +197,7 @@ class DeepspeedEngine(Engine):
                 self.engine.optimizer._reassign_or_swap_out_partitioned_parameters(index)
             if kept:
                 kept[0].all_gather(kept)
-        elif self.stage:
+        else:
             self.engine.optimizer.update_lp_params()
 
     @contextmanager
@@ -217,9 +209,6 @@ class DeepspeedEngine(Engine):
         yield
         for group, params in zip(self.base.param_groups, before, strict=True):
             group["params"] = params
-
-    def _gradients_here(self) -> list[Tensor]:
-        return [param.grad for param in self.trained.values() if param.grad is not None]
 
     def _compute_elements(self) -> int:
         if self.stage < 3:
@@ -233,8 +222,6 @@ class DeepspeedEngine(Engine):
         return sum(self.shapes[name].numel() for name, param in self.params.items() if id(param) in kept)
 
     def _compute_padding(self) -> int:
-        if self.stage == 0:
-            return 0
         if self.stage == 3:
             padded: int = sum(param.ds_tensor.numel() for param in self.params.values())
             return padded - self._compute_elements()
@@ -254,7 +241,7 @@ def deepspeed_config(config: Config, stage: int) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": config.train.microbatch_size,
         "gradient_accumulation_steps": microbatches_per_rank(config),
-        "gradient_clipping": (config.optimizer.clip_norm or 0.0) if stage else 0.0,
+        "gradient_clipping": config.optimizer.clip_norm or 0.0,
         "bf16": {"enabled": TORCH_DTYPES[config.dtype.compute] is torch.bfloat16, "check_grad_overflow": True},
         "fp16": {"enabled": False},
         "data_types": {"grad_accum_dtype": config.dtype.main_grads.name},
