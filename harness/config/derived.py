@@ -184,12 +184,3 @@ def projections(m: ModelConfig) -> list[Projection]:
         *(Projection(name, m.ffn_dim, m.dim, experts) for name in ("w_gate", "w_up")),
         Projection("w_down", m.dim, m.ffn_dim, experts),
     ]
-
-
-def tp_shard(of: Projection, tp: int) -> tuple[int, int]:
-    """Rows and columns on each of `tp` ranks.
-
-    Matrices into heads and hidden units are cut by rows, matrices out of them by columns; see
-    `harness.models.llama_plan`.
-    """
-    return (of.rows, of.columns // tp) if of.name in ("wo", "w_down") else (of.rows // tp, of.columns)

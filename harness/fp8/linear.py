@@ -23,10 +23,10 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from harness.fp8.matmul import multiply
-from harness.fp8.quantize import WHOLE, Column, Quantized, amax_grid, is_8_bit, quantize, scales_of
+from harness.fp8.quantize import Column, Quantized, is_8_bit, quantize
 from harness.fp8.recipes import Recipe, recipe_of
-from harness.fp8.tp_shards import adds_bias, gradient_of, input_here, output_of, take_largest, tp_shard_here
-from harness.private_torch import version_of
+
+CUT = "tensor parallelism cuts its weight, which 8-bit products take whole: leave it out of FP8, or out of the plan"
 
 
 class Fp8Linear(nn.Linear):
@@ -88,30 +88,25 @@ class Fp8Linear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """x w^T + bias: shape [..., in] to [..., out], in the dtype of x (of autocast where that is on).
 
-        Where a plan of tensor parallelism has cut the weight, x may be plain or a DTensor, and the result is a DTensor;
-        see [Note: FP8 and tensor parallelism]. TypeError if x is neither fp32 nor bf16 nor fp16.
+        TypeError: x is neither fp32 nor bf16 nor fp16, or tensor parallelism has cut the weight.
         """
+        if isinstance(self.weight, DTensor):
+            raise TypeError(CUT)
         if torch.is_autocast_enabled(input.device.type):
             input = input.to(torch.get_autocast_dtype(input.device.type))
-        weight, trains = self.weight, torch.is_grad_enabled()
-        x = input_here(input, weight) if isinstance(weight, DTensor) else input
-        rows = x.reshape(-1, x.shape[-1])
-        y: Tensor = _Product.apply(rows, weight, self.bias, self, trains)  # type: ignore[no-untyped-call] # torch leaves it unannotated
-        y = y.view(*x.shape[:-1], y.shape[-1])
-        return output_of(y, weight) if isinstance(weight, DTensor) else y
+        rows = input.reshape(-1, input.shape[-1])
+        y: Tensor = _Product.apply(rows, self.weight, self.bias, self)  # type: ignore[no-untyped-call] # torch leaves it unannotated
+        return y.view(*input.shape[:-1], y.shape[-1])
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, fp8={self.recipe.name}"
 
     def weight_for(self, *, transposed: bool) -> Quantized:
         """The weight [out, in], or its transpose [in, out], quantized for a product over its last dimension.
-
-        Of a weight that is cut, this rank's tp_shard: *collective* over the axis that cuts it, where it does not hold 8
-        bits and its one scale is made now. RuntimeError if it holds 8 bits without scales.
-        """
-        weight = tp_shard_here(self.weight)
+        RuntimeError if it holds 8 bits without scales."""
+        weight = self.weight.detach()
         if not is_8_bit(weight.dtype):
-            held = self._quantize(Column.weights, weight, self.weight, transposed=transposed)
+            held = self._quantize(Column.weights, weight, transposed=transposed)
         elif self.encoded_weight is not None:
             held = self.encoded_weight()
         else:
@@ -123,78 +118,51 @@ class Fp8Linear(nn.Linear):
 
     def quantize_weight(self, weight: Tensor) -> Quantized:
         """An unsharded weight [out, in] as it would be multiplied; as it lies."""
-        return self._quantize(Column.weights, weight, weight, transposed=False)
+        return self._quantize(Column.weights, weight, transposed=False)
 
     def quantize_pair(self, column: Column, values: Tensor) -> tuple[Quantized, Quantized]:
         """An input, or a gradient of the output, [rows, columns], and its transpose, each for a product over its last
         dimension."""
-        first = self._quantize(column, values, values, transposed=False)
+        first = self._quantize(column, values, transposed=False)
         if self.recipe.operands[column].is_symmetric:
             return first, first.t
-        return first, self._quantize(column, values, values, transposed=True).t
+        return first, self._quantize(column, values, transposed=True).t
 
-    def _quantize(self, column: Column, values: Tensor, cut: Tensor, *, transposed: bool) -> Quantized:
-        """The values as they lie, in tiles for a product with them or with their transpose.
-
-        cut: the tensor of which they are this rank's TP shard.
-        """
-        operand, scaling = self.recipe.operands[column], self.recipe.scaling
-        scale = None
-        if column is Column.weights and operand.tile == WHOLE:
-            scale, _ = scales_of(take_largest(amax_grid(values, WHOLE), cut), operand.format, scaling)
-        return quantize(values, operand.format, operand.tile.t if transposed else operand.tile, scaling, scale)
+    def _quantize(self, column: Column, values: Tensor, *, transposed: bool) -> Quantized:
+        """The values as they lie, in tiles for a product with them or with their transpose."""
+        operand = self.recipe.operands[column]
+        return quantize(values, operand.format, operand.tile.t if transposed else operand.tile, self.recipe.scaling)
 
 
 class _Product(torch.autograd.Function):
     """See [Note: Three products]."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: Fp8Linear, trains: bool) -> Tensor:
-        """x [tokens, in], weight [out, in], bias [out]; y [tokens, out] in the dtype of x.
-
-        trains: gradients are on.
-        """
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: Fp8Linear) -> Tensor:
+        """x [tokens, in], weight [out, in], bias [out]; y [tokens, out] in the dtype of x."""
         for_y, for_dw = layer.quantize_pair(Column.activations, x)
         y = multiply(for_y, layer.weight_for(transposed=False))
-        if bias is not None and adds_bias(weight):
-            y = y + tp_shard_here(bias).float()
-        ctx.layer, ctx.tile, ctx.dtype, ctx.bias = layer, for_dw.tile, x.dtype, bias
-        ctx.cut = _CutWeight(weight) if isinstance(weight, DTensor) and trains else None
-        ctx.save_for_backward(for_dw.payload, for_dw.scale_inv, weight if ctx.cut is None else None)
+        if bias is not None:
+            y = y + bias.float()
+        ctx.layer, ctx.tile, ctx.dtype = layer, for_dw.tile, x.dtype
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.save_for_backward(for_dw.payload, for_dw.scale_inv, weight)
         return y.to(x.dtype)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         """grad [tokens, out]; gradients of x and weight in the dtype of x, of bias in its own."""
-        payload, scale_inv, weight = ctx.saved_tensors  # torch raises here where the weight was edited since
-        if ctx.cut is not None:
-            weight = ctx.cut.unedited()
+        payload, scale_inv, _ = ctx.saved_tensors  # torch raises here where the weight was edited since
         for_dx, for_dw = ctx.layer.quantize_pair(Column.gradients, grad)
         dx = dw = db = None
         if ctx.needs_input_grad[0]:
             dx = multiply(for_dx, ctx.layer.weight_for(transposed=True)).to(ctx.dtype)
         if ctx.needs_input_grad[1]:
-            dw = gradient_of(weight, multiply(for_dw, Quantized(payload, scale_inv, ctx.tile)).to(ctx.dtype))
+            dw = multiply(for_dw, Quantized(payload, scale_inv, ctx.tile)).to(ctx.dtype)
         if ctx.needs_input_grad[2]:
-            db = gradient_of(ctx.bias, grad.float().sum(dim=0).to(ctx.bias.dtype))
-        return dx, dw, db, None, None
-
-
-class _CutWeight:
-    """A DTensor that a backward needs. `save_for_backward` would note the dtype it came with, and in a recomputation
-    that of the 8 bits in it: `torch.utils.checkpoint` takes that for another forward."""
-
-    def __init__(self, weight: DTensor) -> None:
-        self._weight, self._edits = weight, version_of(weight)
-
-    def unedited(self) -> DTensor:
-        if version_of(self._weight) != self._edits:
-            raise RuntimeError(
-                "the weight of an FP8 layer has been modified by an inplace operation between its forward and its"
-                " backward, which needs it as it was"
-            )
-        return self._weight
+            db = grad.float().sum(dim=0).to(ctx.bias_dtype)
+        return dx, dw, db, None
 
 
 def layers_of(module: nn.Module) -> list[Fp8Linear]:
@@ -216,10 +184,10 @@ _MADE: dict[Any, type] = {nn.Linear: Fp8Linear}
 
 def _problem(layer: nn.Linear, recipe: Recipe, owners: Counter[int]) -> str:
     """The reason why a layer cannot have a recipe; "" where it can."""
-    shape = tp_shard_here(layer.weight).shape
-    if not recipe.fits(shape):
-        which = "a TP shard of its weight" if isinstance(layer.weight, DTensor) else "its weight"
-        return f"{which} has shape {list(shape)}: both sizes must be multiples of {recipe.multiple}"
+    if isinstance(layer.weight, DTensor):
+        return CUT
+    if not recipe.fits(layer.weight.shape):
+        return f"its weight has shape {list(layer.weight.shape)}: both sizes must be multiples of {recipe.multiple}"
     if owners[id(layer.weight)] > 1:
         return "its weight belongs to another module too (tied), which cannot read 8 bits: leave it out"
     return ""

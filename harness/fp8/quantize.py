@@ -165,17 +165,9 @@ class Quantized:
         return Quantized(self.payload.t(), self.scale_inv.t(), self.tile.t)
 
 
-def quantize(
-    values: Tensor, format: torch.dtype, tile: Tile, scaling: Scaling, scale: Tensor | None = None
-) -> Quantized:
-    """Quantize a matrix [rows, columns] of fp32, bf16 or fp16; TypeError for another dtype.
-
-    scale: fp32, in place of the scales that `scaling` makes of the values.
-    """
-    if scale is None:
-        scale, inverse = scales_of(amax_grid(values, tile), format, scaling)
-    else:
-        inverse = scale.reciprocal()
+def quantize(values: Tensor, format: torch.dtype, tile: Tile, scaling: Scaling) -> Quantized:
+    """Quantize a matrix [rows, columns] of fp32, bf16 or fp16; TypeError for another dtype."""
+    scale, inverse = scales_of(amax_grid(values, tile), format, scaling)
     return Quantized(encode(values, spread(scale, tile, values.shape), format), inverse, tile)
 
 

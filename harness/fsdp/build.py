@@ -99,7 +99,6 @@ class Engine:
         self.context = replace(context, initial_value=None, init_on_meta=False)
         self.buckets = list(buckets_of(self.units))  # in model order
         self._wire(module)
-        self.weights.agree_on_scales()
         self.user_buffers.model_built()
         self._shard_parameters(module)
         self.runtime.keep_pages()

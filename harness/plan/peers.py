@@ -22,8 +22,6 @@ from harness.config.derived import (
 )
 from harness.config.schema import Config, Device, Numerics, OptimizerName, Strategy
 from harness.fp8.linear import layers_of
-from harness.fp8.quantize import WHOLE
-from harness.fp8.tp_shards import cut_along
 from harness.fsdp.runtime.units import Unit
 from harness.fsdp.storage.layout import round_up
 from harness.fsdp.tensor_parallel import values_here
@@ -180,10 +178,6 @@ class Fsdp2(Peer):
             self.move("inner", "reduce_scatter", trained * self.wire, self.k)
             self.move("outer", "all_reduce", trained * self.wire)
         self.move("inner", "all_reduce", NUMBER)
-        # over the axis that cuts them: maxima of weights at each use that have one scale, and squares for the norm
-        layers = layers_of(self.model.module)
-        cut = [each for each in layers if each.recipe.weights.tile == WHOLE and cut_along(each.weight) is not None]
-        self.move("tp", "all_reduce", 4, self.k * (2 + self.config.model.activation_checkpointing) * len(cut))
         self.move("tp", "all_reduce", NUMBER)
 
     def here(self, params: Sequence[nn.Parameter]) -> int:

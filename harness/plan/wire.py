@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from harness.fp8.quantize import Scaling
 from harness.fsdp.comm.communicator import Part
 from harness.fsdp.comm.fixed_point import NUM_COUNTERS
 from harness.fsdp.comm.reduction import PACKED_BYTES
@@ -147,15 +146,10 @@ def _agreements(model: Model) -> list[tuple[str, int, int]]:
 
 
 def _scales(model: Model) -> list[tuple[str, int, int]]:
-    """Axis, ranks and bytes: maxima of weights in 8 bits, by axis and dtype."""
-    sizes = {"inner": model.place.inner_size, "outer": model.place.outer_size, "tp": model.config.mesh.tp}
-    sums = []
-    held = [(bucket, each) for bucket in model.buckets if bucket.codec for each in bucket.codec.weights]
-    for axis, size in sizes.items():
-        alike: Counter[int] = Counter()
-        for bucket, weight in held:
-            width = 1 if weight.scales.scaling is Scaling.exponent else 4
-            cut = weight.shares_tiles if axis == "tp" else getattr(bucket.cuts.own, axis) is SHARD
-            alike[width] += cut * weight.scales.num_tiles * width
-        sums += [(axis, size, num_bytes) for num_bytes in alike.values()]
-    return sums
+    """Axis, ranks and bytes: maxima of weights in 8 bits."""
+    sizes = {"inner": model.place.inner_size, "outer": model.place.outer_size}
+    held = [(bucket, each.scales.scale) for bucket in model.buckets if bucket.codec for each in bucket.codec.weights]
+    return [
+        (axis, size, sum(scale.nbytes for bucket, scale in held if getattr(bucket.cuts.own, axis) is SHARD))
+        for axis, size in sizes.items()
+    ]

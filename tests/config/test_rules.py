@@ -68,7 +68,7 @@ engine=fsdp1 sharding=optim_grads dtype=fp8_current | dtype.fp8 |
 dtype=fp8_block | dtype.fp8 | model=tiny_wide | dtype=fp8_block model=tiny_wide
 dtype=mxfp8 model=moe model.num_kv_heads=4 | dtype.fp8 | model=tiny_wide | dtype=fp8_current
 dtype=fp8_current model=odd | dtype.fp8 | model=tiny | dtype=fp8_current engine=ddp
-dtype=fp8_block model=tiny_wide mesh.tp=2 mesh.world_size=2 | dtype.fp8 | mesh.tp=1 |
+dtype=fp8_block model=tiny_wide mesh.tp=2 mesh.world_size=2 | dtype.fp8 | mesh.tp=1 | dtype=fp8_block model=tiny_wide
 data=synthetic mesh.tp=3 model.vocab_size=4 | model.vocab_size | model.vocab_size=6 |
 dtype=fp8_current sharp=dp | dtype.fp8 | sharp=none | dtype=fp8_current
 dtype=fp64 dtype.fp8=current | dtype.compute | dtype.compute=bf16 | dtype=fp32 dtype.fp8=current

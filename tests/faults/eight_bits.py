@@ -78,7 +78,7 @@ def _keep_scale(site: Site, weight: Any) -> None:
             kept.inverse.copy_(kept.scale.reciprocal())
         before.copy_(now)
 
-    site.after(weight, "rescale", revert, always=True)
+    site.after(kept, "take", revert, always=True)
 
 
 @fault(

@@ -26,6 +26,7 @@ from harness.fp8.quantize import (
     scales_of,
 )
 from tests.fp8 import reference
+from tests.support.mutants import each_found_by
 
 PAIRS = [(E4M3, reference.E4M3), (E5M2, reference.E5M2)]
 
@@ -135,3 +136,30 @@ def test_a_matrix_is_quantized_tile_by_tile(tile: Tile, scaling: Scaling) -> Non
     transposed = quantize(values.t().contiguous(), E4M3, tile.t, scaling)
     assert torch.equal(transposed.payload.float(), found.t.payload.float())
     assert torch.equal(transposed.scale_inv, found.t.scale_inv)
+
+
+test_a_mutant_is_found = each_found_by(
+    "FP8 formats",
+    """
+    infinite: What is larger than the format's largest number becomes infinite
+        fp8.quantize.cast: values.clamp(-largest(format), largest(format)).to => values.to
+    rounded twice: A scale is a rounded reciprocal times the largest number
+        fp8.quantize.scales_of: torch.div(torch.full_like(amax, largest(format)), amax)
+            => (amax.reciprocal() * largest(format))
+    the power above: A scale is rounded up to a power of two, and the largest value saturates
+        fp8.quantize.scales_of: .view(torch.int32) & 0x7F800000 => .view(torch.int32) + 0x7FFFFF & 0x7F800000
+    the power below: The exponent of a block is rounded down
+        fp8.quantize.exponent_above: (bits + 0x7FFFFF) >> 23 => bits >> 23
+    NaN for all: One NaN makes a tile's scale NaN
+        fp8.quantize.amax_grid: nan_to_num(nan=0.0, posinf=math.inf) => nan_to_num(nan=math.inf, posinf=math.inf)
+    no scale of zeros: A tile of zeros has an infinite scale
+        fp8.quantize.scales_of: (amax == 0) | amax.isinf() => amax.isinf()
+    neighbours' scales: A row has the scale of the tile before
+        fp8.quantize.spread: // tile.rows] => // tile.rows - 1]
+    """,
+    test_a_cast_is_the_nearest_number_of_the_format,
+    test_exponents_are_the_least_power_not_below,
+    test_a_scale_is_rounded_once,
+    test_odd_tiles_are_defined,
+    test_a_matrix_is_quantized_tile_by_tile,
+)

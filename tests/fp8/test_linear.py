@@ -10,6 +10,7 @@ from harness.fp8.linear import Fp8Linear, layers_of
 from harness.fp8.quantize import WHOLE, Column, Scaling, quantize
 from harness.fp8.recipes import RECIPES
 from harness.fp8.tile_scales import TileScales
+from tests.support.mutants import each_found_by
 
 TOKENS, IN, OUT = 37, 256, 128
 
@@ -112,3 +113,31 @@ def test_conversion_takes_what_fits_and_refuses_by_name() -> None:
         Fp8Linear.convert(nn.Sequential(nn.Linear(15, 16)), "current")
     with pytest.raises(ValueError, match="recipe='fp4' is not one of current, block, mx, mx_32x32"):
         Fp8Linear.convert(model(), "fp4")
+
+
+def test_a_backward_tells_of_weights_that_were_edited_since() -> None:
+    layer = _layer("current")
+    y = layer(torch.ones(2, IN))
+    with torch.no_grad():
+        layer.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+test_a_mutant_is_found = each_found_by(
+    "FP8 layers",
+    """
+    edits-unseen: A backward takes the weight as it is by then
+        fp8.linear._Product.forward: for_dw.scale_inv, weight) => for_dw.scale_inv, None)
+    rounded-twice: The bias is added to a product that is rounded already
+        fp8.linear._Product.forward: multiply(for_y, layer.weight_for(transposed=False))
+            => multiply(for_y, layer.weight_for(transposed=False)).bfloat16()
+    one-format: Gradients have the format of activations
+        fp8.linear._Product.backward: quantize_pair(Column.gradients => quantize_pair(Column.activations
+    tied: A weight that another module has, too, is converted
+        fp8.linear._problem: owners[id(layer.weight)] > 1 => False
+    """,
+    test_three_products_are_those_of_the_quantized_operands,
+    test_a_backward_tells_of_weights_that_were_edited_since,
+    test_conversion_takes_what_fits_and_refuses_by_name,
+)

@@ -59,14 +59,6 @@ FP8 = [
         ("mxfp8", "no_shard"),
     )
 ]
-FP8_TENSOR = [
-    Cell(4, k, ("model.dim=128", "model.ffn_dim=256", f"dtype={dtype}", f"sharding={strategy}"), tp=2)
-    for k, dtype, strategy in (
-        (1, "fp8_current", "optim_grads_params"),
-        (2, "fp8_current", "optim"),
-        (1, "mxfp8", "optim_grads"),
-    )
-]
 OTHERS = [
     Cell(ranks, k, tuple(text.split()))
     for ranks, k, text in (
@@ -98,7 +90,6 @@ PEERS = [
         (4, 2, 2, "fsdp2 dtype=bf16 mesh.sequence_parallel=true"),
         (4, 1, 2, "fsdp2 dtype=fp32 mesh.sequence_parallel=true"),
         (2, 1, 1, "fsdp2 dtype=fp8_current model.dim=128 model.ffn_dim=192"),
-        (4, 2, 2, "fsdp2 dtype=fp8_current model.dim=128 model.ffn_dim=256"),
         (2, 2, 1, "fsdp1 sharding=optim_grads dtype=bf16_comm"),
         (3, 1, 1, "fsdp1 sharding=optim_grads_params dtype=bf16 model.dim=56 model.ffn_dim=51"),
         (3, 2, 1, "fsdp1 sharding=no_shard model.dim=56 model.ffn_dim=51"),
@@ -140,5 +131,5 @@ OWN = [
     )
     for dim, dtype in ((32, "bf16"), (128, "fp32"))
 ]
-OURS = [*ALONE, *HYBRID, *TENSOR, *FP8, *FP8_TENSOR, *FIXED, *OTHERS]
+OURS = [*ALONE, *HYBRID, *TENSOR, *FP8, *FIXED, *OTHERS]
 CELLS = [*OURS, *PEERS, *OWN]

@@ -14,7 +14,7 @@ from harness.config.schema import Device, MeasureMode
 from harness.plan.packages import PEERS as ENGINES
 from harness.plan.planned import plan, planned
 from harness.worker import rank
-from tests.plan.cells import ALONE, CELLS, FIXED, FP8, FP8_TENSOR, HYBRID, OTHERS, OURS, OWN, PEERS, TENSOR, Cell
+from tests.plan.cells import ALONE, CELLS, FIXED, FP8, HYBRID, OTHERS, OURS, OWN, PEERS, TENSOR, Cell
 from tests.plan.measured import Measured, measure
 from tests.support.composing import compose
 from tests.support.mutants import each as each_mutant, slips
@@ -26,7 +26,7 @@ STARTS = 4
 PEER_NAMES = [each.name for each in ENGINES if each.name != "single"]
 VISIT = 10
 """Cells that the same ranks run one after another."""
-FEW = {*ALONE[:3], *HYBRID[:2], *TENSOR[:2], *FP8[:1], *FP8_TENSOR[:1], *FIXED[:1], *OTHERS[:1], *OTHERS[-1:], *OWN[:1]}
+FEW = {*ALONE[:3], *HYBRID[:2], *TENSOR[:2], *FP8[:1], *FIXED[:1], *OTHERS[:1], *OTHERS[-1:], *OWN[:1]}
 FEW |= {next(each for each in PEERS if each.ranks == 2 and f"engine={name}" in each.words) for name in PEER_NAMES}
 """For `make test`."""
 

@@ -8,8 +8,8 @@ with its own collectives, by the reference's files chunk by chunk, and by the up
 
 Layouts come in families, of one model and recipe each: any of a family into any other of it. Beside the awkward model's
 there is one of a decoder that tensor parallelism cuts, and one for each FP8 recipe. An update in 8 bits is another one
-where ranks multiply other tp_shards, so that of those the third comparison is of what layers multiply: the reference's
-whole weights quantized, or a rank's TP shard of it, to the bit.
+where ranks multiply other tokens, so that of those the third comparison is of what layers multiply: the reference's
+weights quantized, to the bit.
 """
 
 from __future__ import annotations
@@ -132,25 +132,18 @@ _PLANNED = (
 _EIGHT_BITS = (
     Layout("native", ZERO_3, 1),
     Layout("native", ZERO_3, 4),
-    Layout("native", ZERO_3, 4, tp=2),
-    Layout("native", "optim", 4, tp=4),
-    Layout("native", ZERO_3, 4, "no_shard", tp=2),
-    Layout("fsdp2", ZERO_3, 4, tp=2),
+    Layout("native", "optim", 2),
+    Layout("fsdp2", ZERO_3, 4),
 )
-
-
-def _in_8_bits(recipe: Fp8) -> tuple[Layout, ...]:
-    """Layouts of a recipe: 128 rows are too many for four TP shards of 256."""
-    fit = (each for each in _EIGHT_BITS if not (recipe is Fp8.block and each.tp == 4))
-    return tuple(replace(each, dtype="fp32", model="wide", recipe=recipe) for each in fit)
-
-
 TP_LAYOUTS: dict[str, tuple[Layout, ...]] = {
     "fp64": tuple(replace(each, model="planned") for each in _PLANNED),
-    **{f"FP8 {recipe.name}": _in_8_bits(recipe) for recipe in Fp8},
+    **{
+        f"FP8 {recipe.name}": tuple(replace(each, dtype="fp32", model="wide", recipe=recipe) for each in _EIGHT_BITS)
+        for recipe in Fp8
+    },
 }
-"""Families of layouts that tensor parallelism cuts, by the numbers that are multiplied; the first of each is the one
-process that trains the reference."""
+"""Families of layouts under tensor parallelism, in fp64, and in 8 bits; the first layout of each is the one process
+that trains the reference."""
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from harness.config.derived import FAMILIES, projections, tp_shard
+from harness.config.derived import FAMILIES, projections
 from harness.config.errors import Violation
 from harness.config.rules.request import Request, refusal, rule
 from harness.config.schema import DTYPE_ROLES, Dtype
@@ -54,6 +54,14 @@ eight_bits_have_no_switch = refusal(
     "sharp=none",
     "sharp=none, or dtype=bf16",
 )
+eight_bits_are_not_cut = refusal(
+    "",
+    lambda c: c.dtype.fp8 is not None and c.mesh.tp > 1,
+    "dtype.fp8 mesh.tp",
+    "multiplies whole weights in 8 bits, which tensor parallelism cuts",
+    "null, where mesh.tp is above 1",
+    "mesh.tp=1, or dtype=bf16",
+)
 
 
 @rule()
@@ -72,21 +80,15 @@ def eight_bits_are_made_of_fp32_or_less(request: Request) -> Iterator[Violation]
             )
 
 
-@rule("model.dim", "model.num_heads", "model.num_kv_heads", "model.ffn_dim", "model.num_layers", "mesh.tp")
+@rule("model.dim", "model.num_heads", "model.num_kv_heads", "model.ffn_dim", "model.num_layers")
 def tiles_cover_the_weights(request: Request) -> Iterator[Violation]:
-    config, recipe = request.config, request.config.dtype.fp8
-    if recipe is None:
-        return
-    for tp in dict.fromkeys((1, max(1, config.mesh.tp))):
-        sizes = {size for each in projections(config.model) for size in tp_shard(each, tp)}
-        if any(size % recipe.multiple for size in sizes):
-            of_16 = "dtype=fp8_current (whose multiple is 16), " if recipe.multiple > 16 else ""
-            ways = f"model=tiny_wide{' (which every recipe takes)' * bool(of_16)}" if tp == 1 else "mesh.tp=1"
-            yield request.wrong(
-                "dtype.fp8 mesh.tp" if tp > 1 else "dtype.fp8",
-                f"takes multiples of {recipe.multiple}, and projections have sizes {sorted(sizes)}"
-                + " on a rank" * (tp > 1),
-                f"sizes of attention and feed-forward that {recipe.multiple} divides",
-                f"{ways}, {of_16}or dtype=bf16",
-            )
-            return
+    recipe = request.config.dtype.fp8
+    sizes = {size for each in projections(request.config.model) for size in (each.rows, each.columns)}
+    if recipe is not None and any(size % recipe.multiple for size in sizes):
+        of_16 = "dtype=fp8_current (whose multiple is 16), " if recipe.multiple > 16 else ""
+        yield request.wrong(
+            "dtype.fp8",
+            f"takes multiples of {recipe.multiple}, and projections have sizes {sorted(sizes)}",
+            f"sizes of attention and feed-forward that {recipe.multiple} divides",
+            f"model=tiny_wide{' (which every recipe takes)' * bool(of_16)}, {of_16}or dtype=bf16",
+        )

@@ -71,7 +71,11 @@ class Weights:
         self.wait()
         self.step.weights_installed()
         refresh_scales(self._in_8_bits, self.meshes)
-        self._install(self.buckets)
+        for bucket in self.buckets:
+            bucket.install()
+        self._on_way = self.buckets
+        if not self.runtime.has_streams:
+            self.wait()
         self._num_installs += 1
         compares = self.check_every and self._num_installs % self.check_every == 0
         if self.user_buffers.due or compares:
@@ -80,25 +84,6 @@ class Weights:
             self.user_buffers.register()
         for comm, replicas in held_by_several(self.buckets, self.meshes) if compares else ():
             check_equal(replicas, comm, f"after update {self._num_installs}")
-
-    def _install(self, buckets: Sequence[ParamGroup]) -> None:
-        for bucket in buckets:
-            bucket.install()
-        self._on_way = buckets
-        if not self.runtime.has_streams:
-            self.wait()
-
-    def agree_on_scales(self) -> None:
-        """Make scales of weights of which a rank knows a TP shard only, once all have their first values.
-
-        *Collective* where tensor parallelism has cut weights of 8 bits.
-        """
-        held = ((each, each.codec.weights) for each in self.buckets if each.codec is not None)
-        cut = [bucket for bucket, weights in held if any(each.shares_tiles for each in weights)]
-        if cut:
-            refresh_scales(self._in_8_bits, self.meshes)
-        self._install(cut)
-        self.wait()
 
     @by_engine
     def wait(self) -> None:

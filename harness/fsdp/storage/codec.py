@@ -9,29 +9,26 @@ compute weights at each use.
 A scale belongs to a tile of the unsharded weight, of which a rank may hold some rows. Each rank takes the amaxes of its
 own rows, then all ranks that cut the weight take the largest, in one all-reduce for all layers (two where both axes
 cut). A maximum has no order, so every rank makes the same scales of it, and casts its rows as if it cast all of them:
-shards that are gathered are the unsharded weight quantized. Scales are on every rank and never travel. Where a plan of
-tensor parallelism has cut the weight, a bucket holds this rank's tp_shard, and `current` takes the largest over that
-axis too. A TP shard of the other recipes consists of entire tiles: its scales are its own.
+shards that are gathered are the unsharded weight quantized. Scales are on every rank and never travel.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from harness.fp8.linear import Fp8Linear
+from harness.fp8.linear import CUT, Fp8Linear
 from harness.fp8.quantize import WIDENED, Quantized, is_8_bit
 from harness.fp8.tile_scales import TileScales
-from harness.fp8.tp_shards import tp_shard_here
 from harness.fsdp.comm.communicator import Communicator
 from harness.fsdp.comm.mesh import Mesh, Meshes
 from harness.fsdp.storage.cuts import Cuts
 from harness.fsdp.storage.layout import LocalSlice, Slot
 from harness.fsdp.storage.placement import SHARD, Axis
-from harness.fsdp.tensor_parallel import TpShard
 
 PURPOSE = "fp8 amaxes"
 LAYER = "_fsdp_fp8_layer"
@@ -40,21 +37,17 @@ LAYER = "_fsdp_fp8_layer"
 
 def mark_weights(module: nn.Module) -> None:
     """Mark each weight that is to be held in 8 bits with its layer. Raises ValueError: a weight holds 8 bits already,
-    or tensor parallelism has cut it inside a tile of its recipe."""
+    or tensor parallelism has cut it."""
     for name, layer in module.named_modules():
         if not isinstance(layer, Fp8Linear):
             continue
-        weight, recipe, here = layer.weight, layer.recipe, tp_shard_here(layer.weight)
-        if is_8_bit(here.dtype):
+        weight = layer.weight
+        if isinstance(weight, DTensor):
+            raise ValueError(f"{name}.weight cannot be multiplied in 8 bits: {CUT}")
+        if is_8_bit(weight.dtype):
             raise ValueError(
-                f"a weight of shape {tuple(weight.shape)} is {here.dtype} before sharding: give it in fp32 or bf16,"
+                f"a weight of shape {tuple(weight.shape)} is {weight.dtype} before sharding: give it in fp32 or bf16,"
                 " of which the engine makes 8 bits"
-            )
-        if not recipe.fits(tuple(here.shape)):
-            raise ValueError(
-                f"{name}.weight of shape {list(weight.shape)} is {list(here.shape)} on this rank:"
-                f" fp8={recipe.name} takes TP shards of which both sizes are multiples of {recipe.multiple}. Cut it"
-                f" over fewer ranks, or leave {name} out of Fp8Linear.convert()"
             )
         if layer.is_held:
             setattr(weight, LAYER, weakref.ref(layer))
@@ -65,28 +58,20 @@ def is_marked(param: nn.Parameter) -> bool:
 
 
 class Fp8Weight:
-    """One weight [out, in] with scales, or this rank's TP shard of it under tensor parallelism.
+    """One weight [out, in] with scales.
 
     view: of its bucket, where it has values while that is unsharded. layer: takes them from here.
     """
 
-    def __init__(self, layer: Fp8Linear, slot: Slot, view: Tensor, tp_shard: TpShard) -> None:
+    def __init__(self, layer: Fp8Linear, slot: Slot, view: Tensor) -> None:
         self.slot, self._view = slot, view
-        recipe, tile = layer.recipe, layer.recipe.weights.tile
+        recipe = layer.recipe
         shape = slot.spec.shape[0], slot.spec.shape[1]
-        self.scales = TileScales(tile, shape, recipe.weights.format, recipe.scaling, view.device)
-        self.shares_tiles = not tp_shard.is_whole and (tile.columns if tp_shard.dim else tile.rows) is None
+        self.scales = TileScales(recipe.weights.tile, shape, recipe.weights.format, recipe.scaling, view.device)
         layer.encoded_weight = self
 
     def __call__(self) -> Quantized:
-        return Quantized(self._view, self.scales.inverse.float(), self.scales.tile)
-
-    def maxima(self, values: Tensor, start: int) -> Tensor:
-        return self.scales.maxima(values, start).view(-1)
-
-    def rescale(self, maxima: Tensor) -> None:
-        """Set scales from the largest `maxima` of all ranks."""
-        self.scales.take(maxima)
+        return Quantized(self._view, self.scales.inverse, self.scales.tile)
 
 
 class Fp8Codec:
@@ -100,7 +85,6 @@ class Fp8Codec:
         params: Sequence[tuple[str, nn.Parameter]],
         cuts: Cuts,
         views: Sequence[Tensor],
-        tp_shards: Mapping[str, TpShard],
         main: torch.dtype,
     ) -> None:
         if main not in WIDENED:
@@ -110,8 +94,8 @@ class Fp8Codec:
             )
         self.cuts, self.dtype = cuts, views[0].dtype
         self.weights = [
-            Fp8Weight(getattr(param, LAYER)(), slot, view, tp_shards[name])
-            for slot, view, (name, param) in zip(cuts.layout.slots, views, params, strict=True)
+            Fp8Weight(getattr(param, LAYER)(), slot, view)
+            for slot, view, (_, param) in zip(cuts.layout.slots, views, params, strict=True)
         ]
 
     @property
@@ -133,10 +117,10 @@ class Fp8Codec:
         return found
 
     def encode_value(self, slot: Slot, value: Tensor) -> Tensor:
-        """The value of one weight or of its TP shard in 8 bits: flat, as it is given in the main weights' dtype."""
-        weight = next(each for each in self.weights if each.slot is slot)
-        weight.rescale(weight.maxima(value, 0))
-        return weight.scales.encode(value, 0)
+        """The value of one weight in 8 bits: flat, as it is given in the main weights' dtype."""
+        scales = next(each.scales for each in self.weights if each.slot is slot)
+        scales.take(scales.maxima(value, 0))
+        return scales.encode(value, 0)
 
 
 Held = Sequence[tuple[Fp8Codec, Sequence[Tensor], Mesh]]
@@ -144,12 +128,12 @@ Held = Sequence[tuple[Fp8Codec, Sequence[Tensor], Mesh]]
 
 def refresh_scales(held: Held, meshes: Meshes) -> None:
     """Compute scales of one model's FP8 layers for main weights as they are now, by one all-reduce an axis for all of
-    them (two where recipes are mixed). *Collective* where 8-bit weights are cut.
+    them. *Collective* where 8-bit weights are cut.
 
     held: all of the model's codecs with this rank's main weights and the mesh that cuts them.
     """
     found = [
-        (weight, codec, mesh, weight.maxima(rows, local.start))
+        (weight.scales, codec, mesh, weight.scales.maxima(rows, local.start))
         for codec, shards, mesh in held
         for weight, rows, local in codec.local(shards)
     ]
@@ -157,17 +141,13 @@ def refresh_scales(held: Held, meshes: Meshes) -> None:
         for axis, comm in ((Axis.inner, mesh.inner), (Axis.outer, mesh.outer)):
             cut = [each for _, codec, of, each in found if of is mesh and getattr(codec.cuts.own, axis.name) is SHARD]
             _take_largest(comm, cut)
-    _take_largest(meshes.tensor, [each for weight, _, _, each in found if weight.shares_tiles])
-    for weight, _, _, maxima in found:
-        weight.rescale(maxima)
+    for scales, _, _, maxima in found:
+        scales.take(maxima)
 
 
 def _take_largest(comm: Communicator | None, tensors: Sequence[Tensor]) -> None:
-    """Replace each element by its maximum over a group, in place, by one collective for each dtype. *Collective.*"""
-    if comm is None or comm.size == 1:
-        return
-    for dtype in dict.fromkeys(each.dtype for each in tensors):
-        alike = [each for each in tensors if each.dtype == dtype]
-        together = comm.largest(torch.cat([each.reshape(-1) for each in alike]), PURPOSE)
-        for each, part in zip(alike, together.split([each.numel() for each in alike]), strict=True):
-            each.copy_(part.view_as(each))
+    """Replace each element, fp32 and flat, by its maximum over a group, in place. *Collective.*"""
+    if comm is not None and comm.size > 1 and tensors:
+        together = comm.largest(torch.cat(list(tensors)), PURPOSE)
+        for each, part in zip(tensors, together.split([each.numel() for each in tensors]), strict=True):
+            each.copy_(part)

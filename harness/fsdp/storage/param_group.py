@@ -108,7 +108,7 @@ class ParamGroup:
         self._build_main_weights()
         self.codec: Fp8Codec | None = None  # makes compute weights of main weights; None: a cast does
         if self.key.fp8:
-            self.codec = Fp8Codec(self.params, self.cuts, self.views.unsharded, self.tp_shards, dtypes.main)
+            self.codec = Fp8Codec(self.params, self.cuts, self.views.unsharded, dtypes.main)
         trained = [param for _, param in self.params]
         self.gradients = (
             Gradients(self.name, trained, self.cuts, self.placements, dtypes, self.plan) if self.trainable else None

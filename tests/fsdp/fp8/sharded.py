@@ -14,11 +14,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy as fsdp2_policy, fully_shard as fsdp2
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 from harness.fp8.quantize import Quantized, quantize
-from harness.fsdp import Fp8Linear, MixedPrecisionPolicy, ShardedModel, TpShard, create_state, fully_shard
+from harness.fsdp import Fp8Linear, MixedPrecisionPolicy, ShardedModel, create_state, fully_shard
 from harness.fsdp.storage.dtensors import fill
 from harness.fsdp.vocabulary import Fp8
 from harness.probe.collectives import CollectiveMeter
@@ -32,15 +31,14 @@ MICROBATCHES = 2
 class Block(nn.Module):
     recompute = ""
 
-    def __init__(self, tp: int = 1) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        hidden = HIDDEN * tp
         self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, hidden)
-        self.down = nn.Linear(hidden, WIDTH, bias=tp > 1)
-        with torch.no_grad():  # tiles, and tp_shards, are to have scales of their own
-            self.up.weight.mul_(torch.logspace(-2, 2, hidden, base=2).unsqueeze(1))
-            self.down.weight.mul_(torch.logspace(-2, 2, hidden, base=2))
+        self.up = nn.Linear(WIDTH, HIDDEN)
+        self.down = nn.Linear(HIDDEN, WIDTH, bias=False)
+        with torch.no_grad():  # tiles are to have scales of their own
+            self.up.weight.mul_(torch.logspace(-2, 2, HIDDEN, base=2).unsqueeze(1))
+            self.down.weight.mul_(torch.logspace(-2, 2, HIDDEN, base=2))
 
     def forward(self, x: Tensor) -> Tensor:
         found: Tensor = checkpoint(self.body, x, use_reentrant=False) if self.recompute == "within" else self.body(x)
@@ -51,13 +49,11 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """tp: how many times as wide blocks are, so that a TP shard of as many has the same size."""
-
-    def __init__(self, seed: int = 3, tp: int = 1) -> None:
+    def __init__(self, seed: int = 3) -> None:
         torch.manual_seed(seed)
         super().__init__()
         self.entry = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList([Block(tp), Block(tp)])
+        self.blocks = nn.ModuleList([Block(), Block()])
         self.exit = nn.Linear(WIDTH, VOCABULARY)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -68,25 +64,19 @@ class Model(nn.Module):
 
 
 class Case(NamedTuple):
-    """A recipe on a mesh: inner strategy, outer ranks (1: no such axis), what these split, tensor-parallel ranks.
+    """A recipe on a mesh: inner strategy, outer ranks (1: no such axis), what these split.
     recompute: blocks compute their forward again in the backward, called within their own forward or around that."""
 
     recipe: Fp8
     inner: str
     outer: int = 1
     split: str = "no_shard"
-    tp: int = 1
     recompute: Literal["", "within", "around"] = ""
 
     def mesh(self) -> DeviceMesh:
-        """Outer, inner and tensor-parallel ranks."""
-        sizes = self.outer, dist.get_world_size() // (self.outer * self.tp), self.tp
-        return init_device_mesh("cpu", sizes, mesh_dim_names=("outer", "inner", "tp"))
-
-    @property
-    def place(self) -> int:
-        """This rank's number among those with data of their own."""
-        return dist.get_rank() // self.tp
+        """Outer and inner ranks."""
+        sizes = self.outer, dist.get_world_size() // self.outer
+        return init_device_mesh("cpu", sizes, mesh_dim_names=("outer", "inner"))
 
 
 MESHES = [(each, 1, "no_shard") for each in STRATEGIES] + list(
@@ -104,16 +94,9 @@ def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
     return found
 
 
-def converted(recipe: Fp8, seed: int = 3, tp: int = 1) -> Model:
-    model = Model(seed, tp)
+def converted(recipe: Fp8, seed: int = 3) -> Model:
+    model = Model(seed)
     Fp8Linear.convert(model, recipe, lambda name, layer: "blocks" in name)
-    return model
-
-
-def cut(model: Model, case: Case, mesh: DeviceMesh) -> Model:
-    """Cut blocks over the tensor-parallel axis: the first matrix by rows, the second by columns."""
-    for block in model.blocks if case.tp > 1 else ():
-        parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     return model
 
 
@@ -121,8 +104,6 @@ def shard(case: Case, model: Model, **options: object) -> tuple[ShardedModel, to
     mesh = case.mesh()
     arguments: dict[str, object] = {"device_mesh": mesh, "dp_shard_dim": "inner"}
     arguments |= {"dp_outer_dim": "outer"} if case.outer > 1 else {}
-    arguments |= {"tp_dim": "tp"} if case.tp > 1 else {}
-    cut(model, case, mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     return fully_shard(
         model,
@@ -156,47 +137,26 @@ def of_whole(layer: Fp8Linear, weight: Tensor, *, transposed: bool = False) -> Q
     return quantize(weight, operand.format, tile, layer.recipe.scaling)
 
 
-def here(layer: Fp8Linear, whole: Quantized) -> Quantized:
-    """This rank's TP shard of a weight that was quantized whole."""
-    weight = layer.weight
-    dim = weight.placements[0].dim if isinstance(weight, DTensor) else None
-    if dim is None:
-        return whole
-    place, size = weight.device_mesh.get_local_rank(), weight.device_mesh.size()
-    scales = whole.scale_inv if whole.scale_inv.shape[dim] == 1 else whole.scale_inv.chunk(size, dim)[place]
-    return Quantized(whole.payload.chunk(size, dim)[place], scales, whole.tile)
-
-
 def same(found: Quantized, expected: Quantized) -> bool:
     payload = torch.equal(found.payload.view(torch.uint8), expected.payload.contiguous().view(torch.uint8))
     return payload and torch.equal(found.scale_inv, expected.scale_inv)
 
 
 def unlike(model: ShardedModel, weights: dict[str, Tensor]) -> list[str]:
-    """Layers that do not multiply their whole weight quantized, or this rank's TP shard of that. *Collective.*"""
+    """Layers that do not multiply their whole weight quantized. *Collective.*"""
     told = []
     with model.unsharded():
         for (name, transposed), held in payloads(model).items():
             layer = model.module.get_submodule(name)
             assert isinstance(layer, Fp8Linear)
             whole = of_whole(layer, weights[f"{name}.weight"], transposed=transposed)
-            told += [] if same(held, here(layer, whole)) else [f"{name} is not quantized whole, {transposed=}"]
+            told += [] if same(held, whole) else [f"{name} is not quantized whole, {transposed=}"]
     return told
-
-
-def here_of(param: Tensor, whole: Tensor) -> Tensor:
-    """This rank's TP shard of a whole tensor."""
-    group = param.device_mesh.get_group() if isinstance(param, DTensor) else None
-    return TpShard.of("it", param, group).cut(whole)
 
 
 def whole_copy(value: Tensor) -> Tensor:
     """Put together from all ranks where it is cut. *Collective* there."""
     return (value.full_tensor() if isinstance(value, DTensor) else value).clone()
-
-
-def local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 Program = Callable[[Any, Tensor], Tensor]
@@ -213,25 +173,23 @@ def follow(
     **options: object,
 ) -> list[str]:
     """What is wrong with a training, step by step beside plain torch, which gets the engine's weights at each."""
-    reference = reference or converted(case.recipe, tp=case.tp)
+    reference = reference or converted(case.recipe)
     for block in reference.blocks:
         block.recompute = case.recompute
     model, optimizer = shard(case, copy.deepcopy(reference), **options)
-    cut(reference, case, case.mesh())
     told: list[str] = []
     for step in range(steps):
         with torch.no_grad():
             for name, value in model.full_weights():
-                param = reference.get_parameter(name)
-                local(param).copy_(here_of(param, value))
+                reference.get_parameter(name).copy_(value)
         for micro in range(micros):
-            expected = program(reference, data(step, micro, case.place))
+            expected = program(reference, data(step, micro, rank))
             (expected / micros).backward()
             with nullcontext() if micro == micros - 1 else model.no_sync():
-                own = program(model, data(step, micro, case.place))
+                own = program(model, data(step, micro, rank))
                 (own / micros).backward()
             told += [] if torch.equal(own, expected) else [f"step {step}: loss {own} is not {expected}"]
-        told += [f"step {step}: {each}" for each in _other_gradients(model, reference, case)]
+        told += [f"step {step}: {each}" for each in _other_gradients(model, reference)]
         optimizer.step()
         optimizer.zero_grad()
         reference.zero_grad()
@@ -240,14 +198,14 @@ def follow(
     return told
 
 
-def _other_gradients(model: ShardedModel, reference: nn.Module, case: Case) -> list[str]:
-    told, world = [], dist.get_world_size()
+def _other_gradients(model: ShardedModel, reference: nn.Module) -> list[str]:
+    told = []
     for name, value in model.full_gradients():
         param, terms = reference.get_parameter(name), torch.zeros_like(value)
         if param.grad is not None:
-            here_of(param, terms).copy_(local(param.grad))
+            terms.copy_(param.grad)
         dist.all_reduce(terms)
-        expected = terms / (world // case.tp if here_of(param, value).shape != value.shape else world)
+        expected = terms / dist.get_world_size()
         error = float((value - expected).abs().max() / expected.abs().max().clamp(min=1e-30))
         told += [f"gradient of {name} is off by {error}"] if error > 1e-5 else []
     return told
@@ -256,10 +214,10 @@ def _other_gradients(model: ShardedModel, reference: nn.Module, case: Case) -> l
 # -- state, and models without memory ----------------------------------------------------------------------------------
 
 
-def train(model: ShardedModel, optimizer: torch.optim.Optimizer, case: Case, *steps: int) -> Tensor:
+def train(model: ShardedModel, optimizer: torch.optim.Optimizer, *steps: int) -> Tensor:
     """The last step's loss."""
     for step in steps:
-        loss = loss_of(model, data(step, 0, case.place))
+        loss = loss_of(model, data(step, 0, dist.get_rank()))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -268,15 +226,14 @@ def train(model: ShardedModel, optimizer: torch.optim.Optimizer, case: Case, *st
 
 def across(rank: int, one: Case, two: Case) -> list[str]:
     """State of one layout in another and back: weights and moments to the bit, payloads of them."""
-    width = max(one.tp, two.tp)
-    saved, optimizer = shard(one, converted(one.recipe, tp=width))
-    train(saved, optimizer, one, 0, 1)
+    saved, optimizer = shard(one, converted(one.recipe))
+    train(saved, optimizer, 0, 1)
     told = [f"{name} before saving" for name in unlike(saved, dict(saved.full_weights()))]
-    loaded, other = shard(two, converted(two.recipe, seed=9, tp=width))
-    train(loaded, other, two, 0)
+    loaded, other = shard(two, converted(two.recipe, seed=9))
+    train(loaded, other, 0)
     weights = dict(saved.full_weights())
     told += _move(saved, loaded) + [f"{name} when loaded" for name in unlike(loaded, weights)]
-    train(saved, optimizer, one, 0)
+    train(saved, optimizer, 0)
     told += _move(loaded, saved) + [f"{name} when back" for name in unlike(saved, weights)]
     saved.close()
     loaded.close()
@@ -295,19 +252,19 @@ def _move(source: ShardedModel, target: ShardedModel) -> list[str]:
 
 
 def meta(rank: int, case: Case) -> list[str]:
-    """Built without memory, cut, and reset module by module: weights as of a plain model, and these quantized."""
+    """Built without memory, and reset module by module: weights as of a plain model, and these quantized."""
     with torch.device("meta"):
-        hollow = converted(case.recipe, tp=case.tp)
+        hollow = converted(case.recipe)
     torch.manual_seed(11)
     model, optimizer = shard(case, hollow, device=torch.device("cpu"), init_model_with_meta_device=True)
-    plain, weights = Model(tp=case.tp), dict(model.full_weights())
+    plain, weights = Model(), dict(model.full_weights())
     torch.manual_seed(11)
     for module in plain.modules():
         if hasattr(module, "reset_parameters"):
             module.reset_parameters()
     told = [name for name, value in plain.named_parameters() if not torch.equal(value, weights[name])]
     told += unlike(model, weights)
-    train(model, optimizer, case, 0)
+    train(model, optimizer, 0)
     told += unlike(model, dict(model.full_weights()))
     model.close()
     return told
@@ -318,11 +275,11 @@ Traffic = tuple[dict[tuple[str, str], tuple[int, int]], dict[str, int]]
 
 def traffic(rank: int, case: Case) -> Traffic:
     """Count and bytes by kind and bucket, in a second step; elements of each bucket."""
-    model, optimizer = shard(case, converted(case.recipe, tp=case.tp).bfloat16())
+    model, optimizer = shard(case, converted(case.recipe).bfloat16())
     create_state(optimizer)
-    train(model, optimizer, case, 0)
+    train(model, optimizer, 0)
     meter = CollectiveMeter()
-    train(model, optimizer, case, 1)
+    train(model, optimizer, 1)
     rows = meter.take()
     meter.close()
     moved = {bucket.name: bucket.layout.comm_numel for bucket in model.engine.buckets}
@@ -341,9 +298,9 @@ def beside_fsdp2(rank: int, case: Case) -> tuple[list[str], int, int]:
     Main weights are bf16, so that both quantize the same numbers; two data-parallel ranks, so that means are exact.
     """
     policy = MixedPrecisionPolicy(main_params_dtype=None, grad_comm_dtype=torch.float32, allow_low_precision_grads=True)
-    ours, optimizer = shard(case, converted(case.recipe, tp=case.tp).bfloat16(), mixed_precision_policy=policy)
+    ours, optimizer = shard(case, converted(case.recipe).bfloat16(), mixed_precision_policy=policy)
     mesh = case.mesh()
-    peer = cut(converted(case.recipe, tp=case.tp).bfloat16(), case, mesh)
+    peer = converted(case.recipe).bfloat16()
     summed = fsdp2_policy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for block in peer.blocks:
         fsdp2(block, mesh=mesh["inner"], mp_policy=summed)
@@ -355,7 +312,7 @@ def beside_fsdp2(rank: int, case: Case) -> tuple[list[str], int, int]:
         losses = []
         for model, stepped in ((peer, theirs), (ours, optimizer)):
             meter = CollectiveMeter()
-            losses.append(loss_of(model, data(step, 0, case.place)))
+            losses.append(loss_of(model, data(step, 0, rank)))
             losses[-1].backward()
             rows = [row for row in meter.take() if row.kind == "all_gather"]
             moved.append(sum(row.bytes for row in rows if model is peer or row.bucket.endswith("/fp8")))

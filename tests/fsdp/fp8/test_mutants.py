@@ -23,10 +23,9 @@ def _waiting_in_8_bits() -> Iterator[None]:
 
 
 def _follow(rank: int, words: str) -> Any:
-    """Strategy, recipe; and of two tensor-parallel ranks, what they recompute."""
-    inner, recipe, *recompute = words.split(", ")
-    tp = {"tp": 2, "recompute": recompute[0].removeprefix("nothing")} if recompute else {}
-    return follow(rank, Case(Fp8[recipe], inner, **tp))
+    """words: strategy, recipe."""
+    inner, recipe = words.split(", ")
+    return follow(rank, Case(Fp8[recipe], inner))
 
 
 WORLD, CHECKS = 4, {"follow": _follow}
@@ -45,28 +44,15 @@ MUTANTS = {
         fsdp.storage.codec._take_largest: lambda *_, **__: None
         follow / optim, current
     scale-of-first-rows: A shard is quantized under the scales of the weight's first rows
-        fp8.tile_scales.TileScales.encode: rows.shape, first) => rows.shape)
+        fp8.tile_scales.TileScales.encode: rows.shape, start // self.shape[1]) => rows.shape)
         follow / optim_grads_params, block
     stale-scale: Weights are quantized under the scales they began with
-        fsdp.storage.codec.Fp8Weight.rescale: self.scales.take(maxima)
-            => hasattr(self, "stale") or self.scales.take(maxima)\n    self.stale = True
+        fp8.tile_scales.TileScales.take: self.scale.copy_(scale)
+            => if hasattr(self, "stale"): return\n    self.stale = True\n    self.scale.copy_(scale)
         follow / optim_grads, block
     scaling-of-others: The exponent of a tile is rounded down, so that its largest values saturate
-        fp8.tile_scales.TileScales.maxima: exponent_above(found => exponent_above(0.5 * found
+        fp8.tile_scales.TileScales.take: maxima.view_as => (0.5 * maxima).view_as
         follow / optim_grads_params, mx_32x32
-    [FP8 weights, by tensor parallelism]
-    amax-of-own-TP shard: Tensor-parallel ranks make scales of the TP shards they have
-        fsdp.storage.codec.refresh_scales: _take_largest(meshes.tensor => _take_largest(None
-        follow / optim_grads_params, current, nothing
-    own-TP shards-first: Until the first update scales are of the TP shards that each rank has
-        fsdp.runtime.weights.Weights.agree_on_scales: lambda self: None
-        follow / optim_grads_params, current, nothing
-    tiles-of-neighbours: Tensor-parallel ranks share scales of tiles that each has for itself
-        fsdp.storage.codec.Fp8Weight.__init__: not tp_shard.is_whole and => True or
-        follow / optim_grads, block, nothing
-    another-dtype-again: A weight in 8 bits is saved for the backward as the DTensor it is in, which says another dtype
-        fp8.linear._CutWeight: lambda weight: None
-        follow / no_shard, current, within
-    """  # the last one ends them: ranks stop in the middle of it
+    """
 )
 test_a_mutant_is_found = each_is_found(__name__, MUTANTS)
