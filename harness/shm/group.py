@@ -58,16 +58,9 @@ def shared(gloo: Any, rank: int, size: int, capacity: int | None = None) -> tupl
 class Work(dist.Work):
     """A collective through shared memory. It is made by whoever waits; see `harness.shm.transfer`."""
 
-    def __init__(
-        self,
-        transport: Transport,
-        transfer: Transfer,
-        result: Any,
-    ) -> None:
+    def __init__(self, transport: Transport, transfer: Transfer) -> None:
         super().__init__()
-        self._transport = transport
-        self._transfer = transfer
-        self._result = result
+        self._transport, self._transfer = transport, transfer
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait until the results are here and inputs may change; raises as `Transport.wait` does."""
@@ -76,16 +69,6 @@ class Work(dist.Work):
 
     def is_completed(self) -> bool:
         return self._transport.is_done(self._transfer)
-
-    def result(self) -> Any:
-        return self._result
-
-    def get_future(self) -> torch.futures.Future[Any]:
-        """A future of the outputs, waited for here: nothing runs beside the caller."""
-        self.wait()
-        future: torch.futures.Future[Any] = torch.futures.Future()
-        future.set_result(self._result)
-        return future
 
 
 class ShmGroup(dist.ProcessGroup):
@@ -145,7 +128,7 @@ class ShmGroup(dist.ProcessGroup):
         """
         outs = [[row[rank] for row in outputs] for rank in range(self.size())]
         given = [each.detach().contiguous() for each in inputs]
-        return Work(self.transport, self.transport.gather(given, outs, until_settled=until_settled), outputs)
+        return Work(self.transport, self.transport.gather(given, outs, until_settled=until_settled))
 
     def allgather_into_tensor_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
         rows = [list(output.view(-1).chunk(self.size())) for output in outputs]
@@ -163,7 +146,7 @@ class ShmGroup(dist.ProcessGroup):
             return self.gloo.reduce_scatter(outputs, inputs, *([] if opts is None else [opts]))
         given = [[row[rank].detach().reshape(-1) for row in inputs] for rank in range(self.size())]
         flat = [output.view(-1) for output in outputs]
-        return Work(self.transport, self.transport.reduce_scatter(given, flat, divisor=divisor), outputs)
+        return Work(self.transport, self.transport.reduce_scatter(given, flat, divisor=divisor))
 
     def reduce_scatter_tensor_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
         rows = [list(each.reshape(-1).chunk(self.size())) for each in inputs]

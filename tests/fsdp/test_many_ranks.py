@@ -1,6 +1,6 @@
-"""What a rank does does not grow with the number of ranks, and no faster than that of units and parameters.
+"""What a rank does does not grow with the number of ranks.
 
-Thousands of ranks are believed in, of which one is there; of units there are hundreds, of a number each.
+Thousands of ranks are believed in, of which one is there.
 
 torch's fake process group has any number of ranks and moves nothing, so what ranks tell each other is left out here.
 """
@@ -25,15 +25,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from harness.fsdp import MixedPrecisionPolicy, build, fully_shard
 from harness.fsdp.comm.communicator import Communicator, Cut, Pending
 from harness.fsdp.ragged import RaggedShard
-from harness.fsdp.runtime import units
 from harness.fsdp.storage.layout import BucketLayout, LocalSlice, Slot
 from tests.fsdp.pairs import STRATEGIES
 from tests.support.mutants import each
 from tests.support.spawn import run_ranks
 
 FEW, MANY = 16, 2048
-"""Ranks; or units, of which many are fewer."""
-MANY_UNITS = 128
+"""Ranks."""
 UNITS = 3
 HYBRIDS = ("", "no_shard", "optim")
 """What hosts of eight ranks split between them; none: they are no axis."""
@@ -136,45 +134,6 @@ def _growing(rank: int, strategy: str) -> list[str]:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_no_rank_does_more_where_there_are_many(strategy: str) -> None:
     assert run_ranks(_growing, 1, strategy, apart=True)[0] == []
-
-
-def work_of(count: int) -> dict[str, int]:
-    """Lines run to plan units, in a step, and to load what was saved."""
-    module = nn.Sequential(*(nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 2, bias=False)) for _ in range(count)))
-    optimizer = torch.optim.AdamW(module.parameters())
-    found = {}
-    with believing_in(4):
-        with Lines() as lines:
-            units.plan_units(module, [nn.Sequential])
-        found["planned"] = lines.count
-        model, optimizer = fully_shard(module, optimizer, fsdp_unit_modules=[nn.Sequential])
-        model(torch.ones(1, 2)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        model(torch.ones(1, 2)).sum().backward()
-        with Lines() as lines:
-            optimizer.step()
-        found["stepped"] = lines.count
-        saved = model.state_dict()
-        with Lines() as lines:
-            model.load_state_dict(saved)
-        found["its own state loaded"] = lines.count
-        model.close()
-    return found
-
-
-def _growing_with_units(_: int) -> list[str]:
-    """What takes more than so many times the work with so many times the units."""
-    few, many = work_of(FEW), work_of(MANY_UNITS)
-    return [
-        f"{what}: {few[what]} with {FEW} units, {many[what]} with {MANY_UNITS}"
-        for what in few
-        if many[what] > 1.2 * few[what] * MANY_UNITS / FEW
-    ]
-
-
-def test_work_grows_no_faster_than_the_units() -> None:
-    assert run_ranks(_growing_with_units, 1, apart=True)[0] == []
 
 
 _init = RaggedShard.__init__

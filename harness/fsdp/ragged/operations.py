@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from harness.fsdp.ragged.reductions import NORM, into_loss, norm_of, norms, reduces_all
+from harness.fsdp.ragged.reductions import into_loss, norm_of, norms
 from harness.fsdp.ragged.tensor import BEFORE_WRITE, GatheredView, RaggedTensor, meets_plain, replicated, wrap_rows
 from harness.private_torch import local_tensor, schema_of, spec_of, tree_leaves, tree_map_only
 
@@ -40,7 +40,7 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run one aten operation; collective over the mesh unless it runs row by row on tensors of one cut.
     NotImplementedError: on all ranks, before any communication: an edit would be lost. RuntimeError: a plain tensor of
     several elements takes part, as torch has it for DTensors."""
-    rule = _rule_of(func) or (_reduction if reduces_all(func, args) else _of_whole)
+    rule = _rule_of(func)
     if schema_of(func).is_mutable:
         _count_edit(func, args, kwargs)
     result = rule(func, args, kwargs)
@@ -65,7 +65,7 @@ def _written(func: Any) -> list[tuple[int, str]]:
 
 
 @cache
-def _rule_of(func: Any) -> Rule | None:
+def _rule_of(func: Any) -> Rule:
     if func.name() in SPECIAL:
         return SPECIAL[func.name()]
     if "c10d" in func.namespace:
@@ -82,7 +82,7 @@ def _rule_of(func: Any) -> Rule | None:
         return _random
     if func.is_view:
         return _view_of_whole
-    return _refuse if schema_of(func).is_mutable else None
+    return _refuse if schema_of(func).is_mutable else _of_whole
 
 
 # -- row by row --------------------------------------------------------------------------------------------------------
@@ -108,17 +108,6 @@ def _into(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     local = [_local(each, like) if isinstance(each, Tensor) else each for each in args]
     func(*local, **{**kwargs, "out": local_tensor(out)})
     return out
-
-
-def _index_put(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    like, indices, value = args[:3]
-    mask = indices[0] if len(indices) == 1 else None
-    if not isinstance(like, RaggedTensor) or not isinstance(mask, RaggedTensor) or mask.dtype is not torch.bool:
-        return _refuse(func, args, kwargs)
-    if mask.shape != like.shape or value.numel() != 1:
-        return _refuse(func, args, kwargs)
-    local_tensor(like).masked_fill_(_local(mask, like), _whole(value).reshape(()))
-    return like
 
 
 def _decides_rows(args: Sequence[Any]) -> RaggedTensor | None:
@@ -201,13 +190,6 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return wrap_rows(rows, like, like.cut.scaled(factor))
 
 
-def _expand(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    same = all(asked in (-1, own) for asked, own in zip(args[1], args[0].shape, strict=False))
-    if same and len(args[1]) == args[0].dim():
-        return wrap_rows(local_tensor(args[0]), args[0])
-    return _of_whole(func, args, kwargs)
-
-
 # -- of the whole tensor -----------------------------------------------------------------------------------------------
 
 
@@ -215,13 +197,18 @@ def _of_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     decomposed = func.decompose(*args, **kwargs)
     if decomposed is not NotImplemented:  # under inference_mode
         return decomposed
-    mesh = _first(args, kwargs).device_mesh
+    like = _first(args, kwargs)
     args, kwargs = tree_map_only(Tensor, _whole, (args, kwargs))
-    return tree_map_only(Tensor, lambda found: replicated(found, mesh), func(*args, **kwargs))
+    return tree_map_only(
+        Tensor, lambda found: into_loss(replicated(found, like.device_mesh), like), func(*args, **kwargs)
+    )
 
 
-def _reduction(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return norm_of(func, args, kwargs) if func is NORM else into_loss(_of_whole(func, args, kwargs), args[0])
+def _norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    like, order, dims, keepdim = (*args, *(2, None, False)[len(args) - 1 :])
+    if dims and len({dim % max(like.dim(), 1) for dim in dims}) < like.dim():
+        return _of_whole(func, args, kwargs)
+    return norm_of(like, order, keepdim, kwargs.get("dtype"))
 
 
 def _view_of_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -294,8 +281,7 @@ SPECIAL: dict[str, Rule] = {
     "aten::_foreach_norm.Scalar": norms,
     "aten::_unsafe_view": _view,
     "aten::equal": _equal,
-    "aten::expand": _expand,
-    "aten::index_put_": _index_put,
+    "aten::linalg_vector_norm": _norm,
     "aten::is_pinned": lambda _, args, kwargs: local_tensor(args[0]).is_pinned(),
     "aten::is_same_size": lambda _, args, kwargs: args[0].shape == args[1].shape,
     "aten::new_empty": _new,

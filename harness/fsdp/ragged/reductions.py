@@ -1,4 +1,4 @@
-"""Norms of a `RaggedTensor`: of this rank's rows, then of all ranks' results; and which reductions are of all rows."""
+"""Norms of a `RaggedTensor`: of this rank's rows, then of all ranks' results."""
 
 from __future__ import annotations
 
@@ -16,28 +16,10 @@ from torch.distributed.tensor import DTensor, Replicate
 from harness.fsdp.ragged.tensor import RaggedTensor, Replicated, replicated
 from harness.private_torch import local_tensor
 
-aten = torch.ops.aten
-SUMS = frozenset(
-    {aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim}
-    | {aten.amax.default, aten.amin.default, aten.max.default, aten.min.default}
-)
-NORM = aten.linalg_vector_norm.default
 
-
-def reduces_all(func: Any, args: tuple[Any, ...]) -> bool:
-    """True for a reduction of all elements."""
-    if func is not NORM and func not in SUMS:
-        return False
-    like, at = args[0], 2 if func is NORM else 1
-    dim = args[at] if len(args) > at else None
-    dims = range(like.dim()) if dim is None or dim == [] else [dim] if isinstance(dim, int) else dim
-    return bool(len({each % max(like.dim(), 1) for each in dims}) == like.dim())
-
-
-def norm_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    like, order = args[0], args[1] if len(args) > 1 else 2
-    value = _norms_of([like], order, kwargs.get("dtype"))[0]
-    return into_loss(replicated(value.reshape([1] * like.dim()) if any(args[3:4]) else value, like.device_mesh), like)
+def norm_of(like: RaggedTensor, order: float, keepdim: bool, dtype: torch.dtype | None) -> Tensor:
+    value = _norms_of([like], order, dtype)[0]
+    return into_loss(replicated(value.reshape([1] * like.dim()) if keepdim else value, like.device_mesh), like)
 
 
 def norms(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
@@ -83,7 +65,7 @@ def _over_ranks(
 
 
 def into_loss(found: Tensor, like: Tensor) -> Tensor:
-    """A reduction of `like` that a rank's own loss may be added to."""
+    """What was computed of all of `like`, as a rank's own loss may take it."""
     return Replicated.of(found) if like.requires_grad and torch.is_grad_enabled() else found
 
 

@@ -264,7 +264,7 @@ class GatheredView(DTensor):
 
 
 class Replicated(DTensor):
-    """A reduction over all rows that autograd knows. A rank's own loss may be added to it, as in torch, whose backward
+    """Computed of all rows, and known to autograd. A rank's own loss may be added to it, as in torch, whose backward
     raises then."""
 
     @staticmethod

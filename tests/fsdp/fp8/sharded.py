@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy as fsdp2_policy, fully_shard as fsdp2
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
@@ -285,51 +284,3 @@ def traffic(rank: int, case: Case) -> Traffic:
     moved = {bucket.name: bucket.layout.comm_numel for bucket in model.engine.buckets}
     model.close()
     return {(row.kind, row.bucket): (row.count, row.bytes) for row in rows}, moved
-
-
-# -- beside FSDP2 ------------------------------------------------------------------------------------------------------
-
-
-def beside_fsdp2(rank: int, case: Case) -> tuple[list[str], int, int]:
-    """A training under FSDP2, which gathers weights in bf16 for layers that quantize them at each use, beside ours,
-    which gathers 8 bits: what differs in any bit; and bytes of the last step, of all gathers of theirs and of ours of
-    such weights.
-
-    Main weights are bf16, so that both quantize the same numbers; two data-parallel ranks, so that means are exact.
-    """
-    policy = MixedPrecisionPolicy(main_params_dtype=None, grad_comm_dtype=torch.float32, allow_low_precision_grads=True)
-    ours, optimizer = shard(case, converted(case.recipe).bfloat16(), mixed_precision_policy=policy)
-    mesh = case.mesh()
-    peer = converted(case.recipe).bfloat16()
-    summed = fsdp2_policy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for block in peer.blocks:
-        fsdp2(block, mesh=mesh["inner"], mp_policy=summed)
-    fsdp2(peer, mesh=mesh["inner"], mp_policy=summed)
-    theirs = torch.optim.AdamW(peer.parameters(), lr=0.02, fused=True)  # as ours is where nobody says how
-    told: list[str] = []
-    moved = []
-    for step in range(3):
-        losses = []
-        for model, stepped in ((peer, theirs), (ours, optimizer)):
-            meter = CollectiveMeter()
-            losses.append(loss_of(model, data(step, 0, rank)))
-            losses[-1].backward()
-            rows = [row for row in meter.take() if row.kind == "all_gather"]
-            moved.append(sum(row.bytes for row in rows if model is peer or row.bucket.endswith("/fp8")))
-            meter.close()
-            stepped.step()
-            stepped.zero_grad()
-        told += [] if torch.equal(*losses) else [f"step {step}: loss {losses[1]} is not FSDP2's {losses[0]}"]
-    whole = {name: param.full_tensor() for name, param in peer.named_parameters() if isinstance(param, DTensor)}
-    told += [name for name, value in ours.full_weights() if not torch.equal(value, whole[name])]
-    ours.close()
-    return told, moved[-2], moved[-1]
-
-
-def halves_the_bytes(wrong: list[str], theirs: int, ours: int) -> None:
-    """Assert what `beside_fsdp2` should find. FSDP2 gathers each of two blocks twice a step, ours the last one once; a
-    block's FP8 weights are P elements, of which a rank sends half."""
-    elements = 2 * WIDTH * HIDDEN
-    assert wrong == []
-    assert 4 * elements <= theirs < 4 * elements * 1.05, "two bytes each, vectors and ends beside"
-    assert ours == 3 * elements // 2, "a byte each"

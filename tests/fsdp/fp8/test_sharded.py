@@ -18,10 +18,8 @@ from tests.fsdp.fp8.sharded import (
     WIDTH,
     Case,
     across,
-    beside_fsdp2,
     converted,
     follow,
-    halves_the_bytes,
     meta,
     shard,
     traffic,
@@ -157,7 +155,6 @@ def _various(rank: int) -> dict[str, Any]:
         ],
         "options": [follow(rank, Case(of, ZERO_3), 2, **each) for each in OPTIONS for of in (Fp8.block, Fp8.mx)],
         "refused": _refused(rank),
-        "beside": beside_fsdp2(rank, Case(Fp8.current, ZERO_3)),
     }
 
 
@@ -211,8 +208,3 @@ def test_what_8_bits_cannot_hold_is_refused(various: list[dict[str, Any]]) -> No
         wide, cast = told["refused"]
         assert "main_params_dtype=torch.float64 cannot be quantized to 8 bits" in wide
         assert "is torch.float8_e4m3fn before sharding" in cast
-
-
-def test_fsdp2_gathers_twice_the_bytes_for_the_same_bits(various: list[dict[str, Any]]) -> None:
-    for told in various:
-        halves_the_bytes(*told["beside"])

@@ -28,7 +28,7 @@ Outcome = str
 
 def test_calls_are_many_and_refusals_few() -> None:
     assert len({*READS, *EDITS, *FLATTENED}) >= 150
-    assert len(set(REFUSED)) <= 12
+    assert len(set(REFUSED)) <= 13
 
 
 @once
@@ -138,7 +138,7 @@ MUTANTS = {
         fsdp.ragged.operations._view: or size[0] % like.shape[0] =>
         uneven: p.reshape(4, 6)
     rows alone: A norm over rows is one of all elements
-        fsdp.ragged.reductions.reduces_all: == like.dim() => == like.dim() or func is NORM
+        fsdp.ragged.operations._norm: < like.dim() => < 0
         uneven: p.norm(dim=0)
     copies of whole: All ranks take the first rows
         fsdp.ragged.tensor.RaggedTensor.rows_of: offsets[dim] if sizes[dim] else 0 => 0
@@ -177,9 +177,6 @@ MUTANTS = {
     minus one: -1 in a view is of a rank's elements
         fsdp.ragged.operations._view: like.numel() // max(-math.prod(size), 1) => like._local_tensor.numel()
         uneven: p.view(-1)
-    expanded rows: What expands to other rows keeps its own
-        fsdp.ragged.operations._expand: if same and => if True or
-        uneven: p.expand(2, 8, 3)
     norms added: Norms of rows are added
         fsdp.ragged.reductions._norms_of: else partial(norm, ord=order) => else partial(torch.sum)
         uneven: p.norm()
@@ -190,7 +187,7 @@ MUTANTS = {
         fsdp.ragged.reductions._norms_of: math.inf if order < 0 else 0 => 0
         first: p.norm(-float("inf"))
     kept dimensions: keepdim is forgotten
-        fsdp.ragged.reductions.norm_of: if any(args[3:4]) => if False
+        fsdp.ragged.reductions.norm_of: if keepdim => if False
         uneven: p.norm(dim=(0, 1), keepdim=True)
     first rank's norm: The first rank's norm is taken for all
         fsdp.ragged.reductions._over_ranks: combine(parts.view(mesh.size(axis), -1), dim=0)
@@ -205,10 +202,6 @@ MUTANTS = {
     out elsewhere: out= is left as it was
         fsdp.ragged.operations._into: func(*local, **{**kwargs, "out": local_tensor(out)}) => pass
         uneven: torch.add(p, q, out=p)
-    masks of others: A mask picks the other elements
-        fsdp.ragged.operations._index_put: masked_fill_(_local(mask, like), _whole(value).reshape(()))
-            => masked_fill_(~_local(mask, like), _whole(value).reshape(()))
-        uneven: p.__setitem__(p > 0, 0.5)
     drawn rows alone: Each rank draws as many numbers as it has rows, and generators part
         fsdp.ragged.operations._random: drawn = func(local_tensor(like).new_empty(like.shape),
             => drawn = func(local_tensor(like).new_empty(local_tensor(like).shape),
