@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -122,6 +123,8 @@ class Transport:
         self._open: dict[int, Transfer] = {}
         # messages about collectives that were not completed here, by number and peer
         self._offers: dict[tuple[int, int], list[int]] = {}
+        # messages for which there was no room yet, as the peer is far behind; sent when this rank comes here again
+        self._outbox = {peer: deque[list[int]]() for peer in peers}
         # parts that this rank has offered, by number, and who has not read them
         self._unread: dict[int, tuple[object, set[int]]] = {}
         self._is_aborted = False
@@ -174,17 +177,20 @@ class Transport:
         return transfer
 
     def _send(self, peer: int, numbers: list[int]) -> None:
-        def is_sent() -> bool:
-            with self._guard:
-                return self._mail.send(peer, numbers)
+        with self._guard:
+            self._outbox[peer].append(numbers)
+            self._flush(peer)
 
-        if not is_sent():  # the peer is far behind
-            self._wait_until(is_sent, {peer}, None)
+    def _flush(self, peer: int) -> None:
+        waiting = self._outbox[peer]
+        while waiting and self._mail.send(peer, waiting[0]):
+            waiting.popleft()
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
     def _receive(self) -> None:
         for peer in self._order:
+            self._flush(peer)
             for number, *rest in self._mail.receive(peer):
                 if number != _ACKNOWLEDGE:
                     self._offers[number, peer] = rest
@@ -215,16 +221,12 @@ class Transport:
             for peer in here:
                 del self._offers[transfer.number, peer]
                 transfer.missing.discard(peer)
-                self._acknowledge(peer, transfer.number)
+                self._send(peer, [_ACKNOWLEDGE, transfer.number])
         self._close_if_done(transfer)
 
     def _close_if_done(self, transfer: Transfer) -> None:
         if transfer.is_done:
             self._open.pop(transfer.number, None)
-
-    def _acknowledge(self, peer: int, number: int) -> None:
-        if not self._mail.send(peer, [_ACKNOWLEDGE, number]):
-            self._wait_until(lambda: self._mail.send(peer, [_ACKNOWLEDGE, number]), {peer}, None, advances=False)
 
     def _sum(self, transfer: Transfer, parts: dict[int, list[Tensor]]) -> None:
         own = transfer.sources[self.rank]
@@ -271,46 +273,39 @@ class Transport:
     def wait(self, transfer: Transfer, limit: timedelta | None = None) -> None:
         """Wait until a collective is complete. limit: None: the group's. Raises RuntimeError: a peer has ended, a rank
         has given up the group, the limit is over, or peers issued another collective."""
-        self._wait_until(lambda: self.is_done(transfer), transfer.missing | transfer.readers, limit, transfer)
+        self._wait_until(lambda: self.is_done(transfer), lambda: transfer.missing | transfer.readers, limit)
 
     def settle(self) -> None:
         """Wait until peers have read what this rank copied, or keeps, for collectives that are complete here. Raises
         RuntimeError: as `wait`."""
 
-        def done() -> list[set[int]]:
+        def readers() -> set[int]:
             with self._guard:
                 self._receive()
-                return [peers for number, (_, peers) in self._unread.items() if number not in self._open]
+                return set().union(*(peers for number, (_, peers) in self._unread.items() if number not in self._open))
 
-        self._wait_until(lambda: not done(), set().union(*done()), None)
+        self._wait_until(lambda: not readers(), readers, None)
 
     def _wait_until(
-        self,
-        is_over: Callable[[], bool],
-        peers: set[int],
-        limit: timedelta | None,
-        transfer: Transfer | None = None,
-        *,
-        advances: bool = True,
+        self, is_over: Callable[[], bool], awaited: Callable[[], set[int]], limit: timedelta | None
     ) -> None:
         if is_over():
             return
         began = looked = time.monotonic()
         while not is_over():
-            if advances:
-                self._advance_ready()
+            self._advance_ready()
             now = time.monotonic()
             if now - looked > LOOK_S:
                 looked = now
-                for each in list(self._all) if advances else ():
+                for each in list(self._all):
                     with suppress(RuntimeError):  # who waits there raises it
                         each._advance_ready()
-                awaited = peers if transfer is None else transfer.missing | transfer.readers
-                gone = self._gone(awaited)
+                peers = awaited()
+                gone = self._gone(peers)
                 if gone and not is_over():
                     raise RuntimeError(gone)
                 if now - began > (limit or self._limit()).total_seconds():
-                    names = " and ".join(self._named(peer) for peer in sorted(awaited))
+                    names = " and ".join(self._named(peer) for peer in sorted(peers))
                     raise RuntimeError(f"Timed out waiting {now - began:.1f} s for {names}")
             shortest, longest = PAUSES_S
             time.sleep(min(max((now - began) / 8, shortest), longest))

@@ -58,27 +58,6 @@ def test_all_ranks_tell_who_waits_where_and_who_still_computes() -> None:
         assert "mismatch" not in message
 
 
-def another_collective(rank: int) -> tuple[Told, Told]:
-    """What is told where one rank looks at weights and the others step; and of the step after."""
-    group = dist.new_group([0, 1, 2])
-    _, wrapped, optimizer = build(group, "optim_grads_params", watchdog_timeout_s=LIMIT_S)
-    told = provoke(lambda: wrapped.weight_norm() if rank == 2 else step(wrapped, optimizer))
-    again = provoke(lambda: step(wrapped, optimizer))
-    dist.barrier()
-    return told, again
-
-
-def test_another_collective_is_told() -> None:
-    per_rank = run_ranks(another_collective, 3)
-    message = agree([told for told, _ in per_rank])
-    assert (
-        "mismatch, collective number 1 is not the same on all ranks: ranks 0, 1 at all_gather blocks.0/float32; rank 2"
-        " at all_reduce norm" in message
-    )
-    assert "rank 2 waits since" in message
-    assert {again.message for _, again in per_rank} == {message}, "the group stays of no use"
-
-
 # -- ranks that wait for each other ------------------------------------------------------------------------------------
 
 SUSPECT_S, LONG_S = 0.3, 60.0

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from harness.fsdp import fully_shard
-from harness.watchdog import CollectiveError, Watchdog, ranks_text, store
+from harness.watchdog import CollectiveError, Watchdog, ranks_text
 from harness.watchdog.report import Position, describe_hang
 from harness.watchdog.store import CollectiveCheck, RollCalls
 from tests.support.mutants import Slip, each
@@ -207,11 +207,3 @@ def test_while_all_is_well_a_rank_asks_nothing(kind: str, tmp_path: Path) -> Non
 )
 def test_who_polls_is_found(name: str, tmp_path: Path) -> None:
     assert all(len(requests["idle"]) > 4 for requests in run_ranks(polling, 2, str(tmp_path)))
-
-
-def test_a_store_without_a_server_is_known_by_its_file(tmp_path: Path) -> None:
-    file = dist.FileStore(str(tmp_path / "store"), 1)
-    prefixed = dist.PrefixStore("a", dist.PrefixStore("b", found := Counted(file)))
-    assert store.file_of(prefixed) == str(tmp_path / "store")
-    assert found.requests == []
-    assert store.file_of(dist.PrefixStore("a", dist.HashStore())) is None
