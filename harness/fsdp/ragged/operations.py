@@ -205,7 +205,8 @@ def _of_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    like, order, dims, keepdim = (*args, *(2, None, False)[len(args) - 1 :])
+    defaults: tuple[Any, ...] = (2, None, False)
+    like, order, dims, keepdim = args + defaults[len(args) - 1 :]
     if dims and len({dim % max(like.dim(), 1) for dim in dims}) < like.dim():
         return _of_whole(func, args, kwargs)
     return norm_of(like, order, keepdim, kwargs.get("dtype"))
