@@ -79,11 +79,8 @@ class ShmGroup(dist.ProcessGroup):
 
     def __init__(self, gloo: Any, rank: int, size: int, transport: Transport) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg] # torch's stubs know the one with a store
-        # for collectives that shared memory does no better
-        self.gloo: Any = dist.ProcessGroup(rank, size)  # type: ignore[call-arg] # as above
-        for each in (self, self.gloo):
-            register_backend(each, CPU, dist.ProcessGroup.BackendType.GLOO, gloo)
-            set_default_backend(each, dist.ProcessGroup.BackendType.GLOO)
+        register_backend(self, CPU, dist.ProcessGroup.BackendType.GLOO, gloo)
+        set_default_backend(self, dist.ProcessGroup.BackendType.GLOO)
         self.transport = transport
 
     store: Any = None
@@ -140,10 +137,11 @@ class ShmGroup(dist.ProcessGroup):
     # -- reduce-scatter ------------------------------------------------------------------------------------------------
 
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> Any:
-        """Several sums at once, each in rank order and in its output's dtype, which may be wider than the inputs'."""
+        """Several sums, or averages, at once, each in rank order and in its output's dtype, which may be wider than the
+        inputs'. NotImplementedError: another operation."""
         divisor = {dist.ReduceOp.SUM: 1, dist.ReduceOp.AVG: self.size()}.get(_operation(opts))
         if divisor is None:
-            return self.gloo.reduce_scatter(outputs, inputs, *([] if opts is None else [opts]))
+            raise NotImplementedError(f"a reduce-scatter by {_operation(opts)} goes over a group of gloo")
         given = [[row[rank].detach().reshape(-1) for row in inputs] for rank in range(self.size())]
         flat = [output.view(-1) for output in outputs]
         return Work(self.transport, self.transport.reduce_scatter(given, flat, divisor=divisor))
