@@ -181,7 +181,7 @@ def compare(base: Path, shape: str, names: Sequence[str], turns: int, steps: int
 
 
 def row(here: list[float], base: list[float]) -> dict[str, Any]:
-    ratio = peers_step.told(median_ratio(here, [base]))
+    ratio = peers_step.told(median_ratio(here, base))
     before, now = (round(statistics.median(each), 2) for each in (base, here))
     return {"turns": len(here), "base_ms": before, "here_ms": now, "ratio": ratio}
 

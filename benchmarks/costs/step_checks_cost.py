@@ -96,7 +96,7 @@ def summary(name: str) -> dict[str, Any]:
     steps = run_ranks(one_cell, 2, name)[0]
     if not name.endswith(RUN):
         steps = steps[WARMUP:]
-        looked = median_ratio([each.wall for each in steps], [[each.wall - each.looking for each in steps]])
+        looked = median_ratio([each.wall for each in steps], [each.wall - each.looking for each in steps])
         step_s = round(statistics.median(each.wall - each.looking for each in steps), 3)
         return {"step_s": step_s, "looked": share(looked)}
     return {"run": over_run(steps, looked_at=sum(each.looking > 1e-3 for each in steps))}
@@ -116,8 +116,8 @@ def figures(steps: list[Step]) -> dict[str, Any]:
     rest = [step.wall - step.looking for step in steps[1::2]]
     return {
         "step_s": round(statistics.median(without), 3),
-        "direct": share(median_ratio(having, [rest])),
-        "extra": share(median_ratio(having, [without])),
+        "direct": share(median_ratio(having, rest)),
+        "extra": share(median_ratio(having, without)),
     }
 
 

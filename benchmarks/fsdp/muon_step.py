@@ -110,7 +110,7 @@ def render(facts: dict[str, Any]) -> str:
     rows = []
     for ranks, arms in facts["ranks"].items():
         for arm, (ms, sent) in arms.items():
-            ratio = median_ratio(ms, [arms[MUON][0]])
+            ratio = median_ratio(ms, arms[MUON][0])
             assert ratio is not None
             times = f"{ratio.value:.2f} ({ratio.low:.2f} to {ratio.high:.2f})"
             rows.append((ranks, arm, f"{median(ms):.1f}", times, f"{sent / 1e6:.2f}"))

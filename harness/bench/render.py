@@ -30,7 +30,6 @@ COLUMNS: Mapping[str, Callable[[Facts], str]] = {
     "planned sent": lambda row: mib(row["planned"].get("sent")),
     "vs reference": lambda row: "reference" if row["is_reference"] else interval_text(row["ratio"]),
 }
-TARGET_HEAD = ("strategy", "native", "best of the others", "native / best", "finding")
 
 
 def text(report: Report) -> str:
@@ -43,23 +42,9 @@ def text(report: Report) -> str:
     for regime in report.regimes:
         rows = [[shown(row) for shown in COLUMNS.values()] for row in regime["rows"]]
         lines += ["", *prose(regime["title"]), "", *screen.table([*COLUMNS], rows, room)]
-        if regime["targets"]:
-            targets = [
-                (each["strategy"], each["native"], each["best"], interval_text(each["ratio"]), finding(each["ratio"]))
-                for each in regime["targets"]
-            ]
-            lines += ["", *screen.table(TARGET_HEAD, targets, room, flexible=(4,), folded=(4,))]
     caveats = [f"left out: {name}: {reason}" for name, reason in report.missing.items()]
     caveats += [f"NOT COMPARABLE: the runs differ in {reason}" for reason in report.mixed]
     return "\n".join([*lines, *prose("", *_about_intervals(report), *caveats, *report.notes)])
-
-
-def finding(ratio: Interval | None) -> str:
-    if ratio is None:
-        return "too few blocks"
-    if ratio.includes_one:
-        return "not told apart: the interval includes 1"
-    return "faster" if ratio.high < 1.0 else "slower"
 
 
 def interval_text(found: Interval | None) -> str:

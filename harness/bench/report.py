@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,11 +15,11 @@ from harness.config.errors import refuse
 from harness.config.words import ask_again
 from harness.store.errors import StoreError
 from harness.store.labels import differing, labels
+from harness.store.metrics import plain
 from harness.store.provenance import sources_digest
 from harness.store.rundir import RunDir, flatten
 from harness.store.study import read_study
 
-NATIVE = "native"
 SAME = ("cpu_model", "device", "cpu_capability", "threads_per_rank", "hosts", "backend")
 
 
@@ -30,7 +29,7 @@ class Report:
     question: str
     order_seed: int | None
     regimes: Sequence[Facts]
-    """`title`, `settings`, `rows` (`_row`) and `targets` (`_targets`) of each workload."""
+    """`title`, `settings` and `rows` (`_row`) of each workload."""
     processes: Sequence[Facts]
     """Facts of each `harness.bench.record.Process`."""
     missing: Mapping[str, str]
@@ -44,8 +43,8 @@ class Report:
         return 4 if self.mixed else 3 if self.missing else 0
 
     def as_json(self) -> Facts:
-        plain: Facts = finite(asdict(self))
-        return plain
+        found: Facts = plain(asdict(self))
+        return found
 
 
 def report(root: Path | str, study: str) -> Report:
@@ -113,10 +112,9 @@ def _regimes(processes: Sequence[Process], references: Mapping[str, str]) -> Ite
         for process in sorted(group, key=lambda process: int(process.facts["block"])):
             arms[process.facts["arm"]].append(process)
         details = _details(arms)
-        rows = {arm: _row(arms, arm, references.get(arm), details[arm]) for arm in arms}
+        rows = [_row(arms, arm, references.get(arm), details[arm]) for arm in arms]
         order = lambda row: (row["strategy"], not row["is_reference"], row["engine"], row["detail"])  # noqa: E731
-        ordered = sorted(rows.values(), key=order)
-        yield {"title": title(own, keys), "settings": own, "rows": ordered, "targets": list(_targets(arms, rows))}
+        yield {"title": title(own, keys), "settings": own, "rows": sorted(rows, key=order)}
 
 
 def _details(arms: Mapping[str, Sequence[Process]]) -> dict[str, str]:
@@ -172,39 +170,14 @@ def _row(arms: Mapping[str, Sequence[Process]], arm: str, reference: str | None,
         "tokens_per_s": last["tokens"] / step_s,
         **{key: None if value is None else round(value) for key, value in storage.items()},
         "rss_bytes": max(process.facts["rss_bytes"] for process in group),
-        "ratio": _ratio(arms, arm, [reference]) if reference in arms and arm != reference else None,
+        "ratio": _ratio(arms[arm], arms[reference]) if reference in arms and arm != reference else None,
     }
 
 
-def _ratio(arms: Mapping[str, Sequence[Process]], arm: str, others: Sequence[Any]) -> Interval | None:
-    by_block = {key: {process.facts["block"]: process.median_s for process in arms[key]} for key in (arm, *others)}
-    shared = sorted(set.intersection(*(set(times) for times in by_block.values())))
-    times = {key: [own[block] for block in shared] for key, own in by_block.items()}
-    return median_ratio(times[arm], [times[key] for key in others])
-
-
-def _targets(arms: Mapping[str, Sequence[Process]], rows: Mapping[str, Facts]) -> Iterator[Facts]:
-    """Each arm of our engine against all arms of others that shard alike."""
-    for arm in sorted(rows, key=lambda arm: name_of(rows[arm])):
-        own = _splits(arms[arm][0])
-        peers = [key for key in arms if rows[key]["engine"] != NATIVE and _splits(arms[key][0]) == own]
-        if rows[arm]["engine"] == NATIVE and peers:
-            best = min(peers, key=lambda key: float(rows[key]["step_s"]))
-            yield {
-                "strategy": rows[arm]["strategy"],
-                "native": name_of(rows[arm]),
-                "best": name_of(rows[best]),
-                "peers": sorted(name_of(rows[key]) for key in peers),
-                "ratio": _ratio(arms, arm, peers),
-            }
-
-
-def name_of(row: Facts) -> str:
-    return " ".join(filter(None, (row["engine"], row["strategy"], row["detail"])))
-
-
-def _splits(process: Process) -> list[Any]:
-    return [process.config[group] for group in ("sharding", "dtype", "mesh")]
+def _ratio(arm: Sequence[Process], reference: Sequence[Process]) -> Interval | None:
+    mine, theirs = ({process.facts["block"]: process.median_s for process in group} for group in (arm, reference))
+    shared = sorted(mine.keys() & theirs.keys())
+    return median_ratio([mine[block] for block in shared], [theirs[block] for block in shared])
 
 
 def _notes(processes: Sequence[Process]) -> Iterator[str]:
@@ -227,11 +200,3 @@ def _mixed(processes: Sequence[Process]) -> Iterator[str]:
 def _fact(origin: Mapping[str, Any], key: str) -> Any:
     held = origin.get("versions", {}).get(key) if key == "torch" else origin.get(key)
     return sorted(set(held)) if key == "hosts" and held is not None else held
-
-
-def finite(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -4,11 +4,6 @@ The unit is the process: its steps share memory layout, placement and minute, so
 holds one process of every arm. An interval is a percentile bootstrap of the ratio of medians over whole blocks,
 exhaustive (n**n draws) for up to 5 blocks.
 
-[Note: The best of several] The smallest of several noisy medians is biased low, and resampling the choice repeats the
-bias: 77 % coverage with four equal peers and 5 blocks. Here the arm is compared with each peer, each lower tail divided
-by the number of peers; the interval runs from the largest lower to the largest upper end: 92 %
-(tests/bench/test_stats.py).
-
 [Note: Few blocks] The interval of a median over n blocks covers at most 1 - 2 * 0.5**n: 75 % for 3, 93.75 % for 5, more
 than 95 % from 6 on. Reports say so.
 """
@@ -51,28 +46,26 @@ class Interval:
         return min(CONFIDENCE, 1.0 - 2.0 * 0.5**self.blocks)
 
 
-def median_ratio(times: Sequence[float], others: Sequence[Sequence[float]]) -> Interval | None:
-    """Median of one arm's times over the smallest of the others' medians, paired by block.
+def median_ratio(times: Sequence[float], others: Sequence[float]) -> Interval | None:
+    """Median of one arm's times over that of another's, paired by block.
 
-    Args: times: seconds, one a block. others: the same for every other arm. See [Note: The best of several].
+    Args: times, others: seconds, one a block.
 
-    Returns None with fewer than `LEAST_BLOCKS` blocks. Raises `ValueError`: no others, or other blocks.
+    Returns None with fewer than `LEAST_BLOCKS` blocks. Raises `ValueError`: the two have other numbers of blocks.
     """
     import numpy as np
 
-    if not others or any(len(row) != len(times) for row in others):
-        raise ValueError(f"{len(times)} blocks of one arm, and {[len(row) for row in others]} of the others")
+    if len(others) != len(times):
+        raise ValueError(f"{len(times)} blocks of one arm, and {len(others)} of the other")
     if len(times) < LEAST_BLOCKS:
         return None
     mine, theirs = np.asarray(times, float), np.asarray(others, float)
     draws = _draws(len(times))
-    ratios = np.median(mine[draws], axis=-1) / np.median(theirs[:, draws], axis=-1)  # [others, draws]
+    ratios = np.median(mine[draws], axis=-1) / np.median(theirs[draws], axis=-1)  # [draws]
     tail = (1.0 - CONFIDENCE) / 2.0
     # Not interpolated: with few blocks the ratios are few, and both ends are ratios that occurred.
-    low = np.quantile(ratios, tail / len(others), axis=1, method="lower").max()
-    high = np.quantile(ratios, 1.0 - tail, axis=1, method="higher").max()
-    value = np.median(mine) / np.median(theirs, axis=-1).min()
-    return Interval(float(value), float(low), float(high), len(times))
+    low, high = np.quantile(ratios, tail, method="lower"), np.quantile(ratios, 1.0 - tail, method="higher")
+    return Interval(float(np.median(mine) / np.median(theirs)), float(low), float(high), len(times))
 
 
 def _draws(blocks: int) -> NDArray[np.intp]:

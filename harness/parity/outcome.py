@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import Any
 
+from harness.store.metrics import plain
+
 
 class Outcome(Enum):
     EQUAL = "EQUAL"
@@ -188,9 +190,8 @@ class Verdict:
         return self.outcome.exit_code
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values for `json.dumps`; enums by name, non-finite numbers as strings."""
-        plain: dict[str, Any] = _plain(asdict(self))
-        return {**plain, "exit_code": self.exit_code}
+        """Plain values for `json.dumps`, as in `harness.store.metrics.plain`."""
+        return {**plain(asdict(self)), "exit_code": self.exit_code}
 
 
 @dataclass(frozen=True)
@@ -230,17 +231,5 @@ class StudyVerdict:
             "outcome": self.outcome.value,
             "exit_code": self.exit_code,
             "arms": [arm.as_json() for arm in self.arms],
-            "seeds": [_plain(asdict(each)) for each in self.seeds],
+            "seeds": [plain(asdict(each)) for each in self.seeds],
         }
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Enum):
-        return value.value
-    if isinstance(value, float) and not math.isfinite(value):
-        return "nan" if math.isnan(value) else ("inf" if value > 0 else "-inf")
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return value

@@ -13,6 +13,7 @@ import os
 import statistics
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
+from enum import Enum
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -31,7 +32,7 @@ NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 def encode(record: Mapping[str, Any]) -> str:
     """Line without newline. Raises `TypeError`: a value is no number, string, bool, None, list or mapping."""
-    return json.dumps(_plain(record), separators=(", ", ": "), allow_nan=False)
+    return json.dumps(plain(record), separators=(", ", ": "), allow_nan=False)
 
 
 def decode(line: str) -> dict[str, Any]:
@@ -42,13 +43,16 @@ def decode(line: str) -> dict[str, Any]:
     return value
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """Values for JSON: enums by their values, non-finite numbers as strings."""
+    if isinstance(value, Enum):
+        return value.value
     if isinstance(value, float) and not math.isfinite(value):
         return "nan" if math.isnan(value) else ("inf" if value > 0 else "-inf")
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     return value
 
 
@@ -209,7 +213,7 @@ def write_summary(
         **facts,
         "step_time_s": dict(zip(("p25", "median", "p75"), quartiles, strict=False)),
     }
-    write_json(path, _plain(summary))
+    write_json(path, plain(summary))
 
 
 def cut_back(path: Path, step: int, begins_after: int = 0) -> int:
