@@ -45,11 +45,6 @@ WORKTREE = "WORKTREE"
 FOLDER = ".code"
 SHORT = 7
 TICK_S = 0.2
-OURS = {
-    "launch.root": "trials lie in stores of their own, under --root",
-    "launch.dry_run": "a verdict needs runs",
-    "launch.inline": "trials run in processes of their own",
-}
 
 
 @dataclass(frozen=True)
@@ -61,11 +56,7 @@ class Request:
     bitwise: bool = False
 
     def check(self) -> None:
-        """Raises `BadRequest`: a setting is not the request's to choose, or bits are demanded where sums have no
-        order."""
-        for word in self.words:
-            if why := OURS.get(word.partition("=")[0]):
-                raise refuse(word, why, fix="leave it out")
+        """Raises `BadRequest`: bits are demanded where sums have no order."""
         modes = [word.partition("=")[2] for word in self.words if word.startswith(("numerics=", "numerics.mode="))]
         if self.bitwise and not set(modes) & set(REPEATABLE):
             problem = "demands bits, and numerics=fast promises no order of sums: two runs of one code may differ"

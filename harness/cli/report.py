@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from argparse import ArgumentParser, Namespace
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +21,6 @@ PAGE = "report.html"
 
 def report_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("study", metavar="STUDY", help="name of a study that was run, or its folder")
-    parser.add_argument("--markdown", action="store_true", help="Markdown for a pull request, on standard output")
     parser.add_argument("--out", type=path, metavar="FILE", help=f"where to write (default: {PAGE} beside the runs)")
     parser.add_argument("--control", metavar="RUN", help="of a folder without a study: hold its runs against this one")
     parser.add_argument(
@@ -34,7 +32,8 @@ def run_report(arguments: Namespace) -> int:
     root, name = _where(arguments)
     try:
         from harness.analysis.judge import study
-        from harness.report.contents import contents, markdown
+        from harness.report.contents import contents
+        from harness.report.page import page, pictures
     except ImportError as error:
         raise refuse(
             "report", f"needs {error.name}, which is not installed", fix=commands.install("analysis")
@@ -42,18 +41,10 @@ def run_report(arguments: Namespace) -> int:
     sources = {"sources": None} if arguments.archived else {}
     found = study(root, name, verdict=_against(arguments, root, name, sources), **sources)
     report = contents(found, root, _command(arguments, root, name))
-    if not arguments.markdown:
-        from harness.report.page import page, pictures
-
-        target = arguments.out or Store(root).root / name / PAGE
-        write(target, page(report, pictures(found)), "report STUDY --out")
-        print(f"{report.outcome}: {target}")
-        say_next(arguments, f"report {shlex.quote(arguments.study)} --markdown")
-    elif arguments.out is not None:
-        write(arguments.out, markdown(report), "report STUDY --out")
-        print(f"{report.outcome}: {arguments.out}")
-    else:
-        sys.stdout.write(markdown(report))
+    target = arguments.out or Store(root).root / name / PAGE
+    write(target, page(report, pictures(found)), "report STUDY --out")
+    print(f"{report.outcome}: {target}")
+    say_next(arguments, f"watch {shlex.quote(arguments.study)}")
     return 0
 
 
@@ -84,6 +75,6 @@ def _where(arguments: Namespace) -> tuple[str, str]:
 
 
 def _command(arguments: Namespace, root: str, name: str) -> str:
-    flags = " --archived" * arguments.archived + " --markdown" * arguments.markdown
+    flags = " --archived" * arguments.archived
     flags += f" --control {shlex.quote(arguments.control)}" if arguments.control else ""
     return commands.verb(f"report {shlex.quote(name)}{flags}", root)

@@ -1,4 +1,4 @@
-"""Content of a study's report: plain values, for a page; and as Markdown for a pull request, without pictures.
+"""Content of a study's report: plain values, for a page.
 
 Names are shown verbatim. The study may be unfinished: gaps are named, and the rest is shown.
 """
@@ -22,7 +22,6 @@ from harness.parity.telling.wording import OUTCOMES
 from harness.store import commands, provenance
 from harness.store.errors import StoreError
 from harness.store.failure import REPORT
-from harness.store.markdown import code, escaped, fenced, folded, rows
 from harness.store.reading import read_text
 from harness.store.rundir import RunDir
 from harness.store.screen import mib, ms
@@ -180,33 +179,3 @@ def _error(path: str) -> str:
         return next(filter(None, (read_text(run.attempt_dir(n) / REPORT) for n in reversed(run.attempts()))), "")
     except StoreError as error:
         return str(error)
-
-
-def markdown(contents: Contents) -> str:
-    return "\n\n".join(_parts(contents)) + "\n"
-
-
-def _parts(contents: Contents) -> Iterator[str]:
-    study = contents.study
-    yield f"## {code(study.name)}: {contents.outcome}"
-    if study.question:
-        yield escaped(study.question)
-    yield contents.meaning
-    if study.incomplete:
-        yield f"**{escaped(study.incomplete)}**"
-    for seeds in study.verdict.seeds if study.verdict else ():
-        yield escaped(named(study, seeds.sentence))
-    for table in contents.tables:
-        yield f"### {table.title}"
-        yield rows(table.head, table.rows)
-        yield escaped(table.caption)
-        if table is contents.tables[0]:
-            yield from (escaped(sentence) for arm, sentence, _ in contents.arms if arm.exit_code)
-    for row, error in contents.failures:
-        yield f"**{code(row.label)} is {row.state}**: {escaped(str(row.reason))}"
-        if error:
-            yield folded("error.txt", fenced(error))
-    yield "### Provenance"
-    yield fenced("\n".join(contents.commands))
-    yield folded("Each run", rows(contents.origin.head, contents.origin.rows))
-    yield f"Made {contents.made}."

@@ -38,7 +38,3 @@ def fenced(text: str) -> str:
     text = visible(text)
     fence = "`" * (1 + max([2, *(len(run) for run in re.findall(r"`+", text))]))
     return f"{fence}\n{text}\n{fence}"
-
-
-def folded(title: str, body: str) -> str:
-    return f"<details><summary>{title}</summary>\n\n{body}\n\n</details>"

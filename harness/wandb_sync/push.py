@@ -19,6 +19,7 @@ from typing import Any
 from harness.config.errors import refuse
 from harness.config.schema import WandbMode
 from harness.parity import StudyVerdict, verdict
+from harness.parity.telling.render import used
 from harness.store import shapes
 from harness.store.errors import StoreError
 from harness.store.files import write_json
@@ -28,7 +29,6 @@ from harness.store.rundir import RunDir
 from harness.store.study import read_study
 from harness.store.wandb_run import opened, outcome, settle, wandb_id
 from harness.wandb_sync.dashboard import VERDICTS, as_json, dashboard
-from harness.wandb_sync.sync import margin
 
 VIEW = "view.json"
 MEASURES = ("step_time_s", "sent_bytes", "peak_bytes", "final_loss")
@@ -111,7 +111,7 @@ def verdict_rows(found: StudyVerdict) -> Iterator[Row]:
             "control": names[Path(arm.control).name],
             "verdict": arm.outcome.value,
             "tier": arm.tier,
-            "margin": _finite(margin(arm)),
+            "margin": _finite(used(arm)[0]),
             "sentence": arm.sentence,
             **{name: _finite(results.get(f"result/{name}")) for name in MEASURES},
             "id": _id(found.study, arm.arm),

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from harness.config.errors import BadRequest
 from harness.config.schema import WandbMode
 from harness.parity import Verdict, loss_bounds, verdict
-from harness.parity.telling.render import farthest
+from harness.parity.telling.render import used
 from harness.store import checksums, status
 from harness.store.metrics import iter_metrics, tail
 from harness.store.rundir import RunDir
@@ -86,7 +86,7 @@ def distance(found: Verdict) -> Distance:
         "parity/verdict": found.outcome.value,
         "parity/tier": found.tier,
         "parity/control": RunDir(Path(found.control)).name,
-        "parity/margin": margin(found),
+        "parity/margin": used(found)[0],
         "parity/sentence": found.sentence,
     }
     return Distance(series, {key: value for key, value in summary.items() if value is not None})
@@ -103,9 +103,3 @@ def _point(arm: Mapping[str, Any], control: Mapping[str, Any], allowed: float | 
     if norm is not None and held:
         point["parity/grad_norm_ratio"] = norm / held
     return point
-
-
-def margin(found: Verdict) -> float | None:
-    """Share of its bound that the farthest check used (1 is the bound); None without measurements."""
-    farthest_out = farthest(found.evidence)
-    return None if farthest_out is None else farthest_out.ratio

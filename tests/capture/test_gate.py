@@ -71,7 +71,5 @@ def test_a_folder_of_watched_runs_is_judged_and_reported(study: Path, capsys: py
     assert main(["report", *words]) == 0
     page = (study / "report.html").read_text()
     assert all(name in page for name in ("single", "hsdp", "EQUIVALENT"))
-    assert main(["report", *words, "--markdown"]) == 0
-    assert "| hsdp | EQUIVALENT |" in capsys.readouterr().out
     assert main(["report", str(study)]) == 0
     assert "--control RUN says which" in (study / "report.html").read_text()

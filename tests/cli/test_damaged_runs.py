@@ -272,7 +272,7 @@ def _shown(root: Path) -> list[list[str]]:
 
 
 def _readers(root: Path) -> list[list[str]]:
-    said = [["report", "lab", "--markdown"], ["retry", "none"]]
+    said = [["report", "lab"], ["retry", "none"]]
     return [*_verbs(root), *_shown(root), *([*words, "--root", str(root)] for words in said)]
 
 

@@ -186,7 +186,7 @@ def test_an_unfinished_study_is_asked_for_as_it_was(
     runs = ask(place, told, make(State.failed, but=1))
     assert {cluster["time_min"] for cluster in runs.values()} == {77}
     assert len(runs) == 4
-    verbs = ["verdict two", "report two --markdown", "watch two", "bench two"]
+    verbs = ["verdict two", "report two", "watch two", "bench two"]
     assert not faults(place, verbs, runs, capsys, told, may_start=True)
     one, other = (run for run in Store(place.root).runs("two")[:2])
     verbs = [f"show '{one.path}'", f"compare '{one.path}' '{other.path}'"]
@@ -223,7 +223,7 @@ def test_runs_that_no_study_asked_for_are_told_from_a_study_that_was_never_run(
     err = capsys.readouterr().err
     assert "no study asked for its 2 runs" in err
     assert "verdict runs/mini --control RUN" in err
-    assert not [each for each in printed(["report", "mini", "--markdown"], capsys) if "study=mini" in each]
+    assert not [each for each in printed(["report", "mini"], capsys) if "study=mini" in each]
     assert main(["verdict", "nothing"]) == 2
     assert "no study of this name was run" in capsys.readouterr().err
 

@@ -18,18 +18,10 @@ from tests.study.test_code import commit, git
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize(
-    ("request_", "says"),
-    [
-        (Request(("launch.root=/x",)), "stores of their own"),
-        (Request(("launch.dry_run=true",)), "needs runs"),
-        (Request(("train.steps=2",), bitwise=True), "numerics=fast promises no order"),
-        (Request(("numerics=fast",), bitwise=True), "numerics=fast promises no order"),
-    ],
-)
-def test_what_no_version_can_answer_is_refused(request_: Request, says: str) -> None:
-    with pytest.raises(BadRequest, match=says):
-        request_.check()
+@pytest.mark.parametrize("word", ["train.steps=2", "numerics=fast"])
+def test_bits_are_not_demanded_where_sums_have_no_order(word: str) -> None:
+    with pytest.raises(BadRequest, match="numerics=fast promises no order"):
+        Request((word,), bitwise=True).check()
 
 
 SMALL = (

@@ -11,7 +11,6 @@ import math
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
 from xml.etree import ElementTree
 
 from harness.config.errors import refuse
@@ -121,10 +120,8 @@ def _farthest(verdict: Verdict) -> tuple[str, str]:
 
 def used(verdict: Verdict) -> tuple[float | None, str]:
     """Share of its bound that the farthest check used up, and the check; no share without measurements."""
-    found = farthest(verdict.evidence)
-    if found is None:
-        return None, verdict.findings[0].check if verdict.findings else "equal bits"
-    return found.ratio, found.text
+    said = verdict.findings[0].check if verdict.findings else "equal bits"
+    return farthest(verdict.evidence) or (None, said)
 
 
 def _findings(verdict: Verdict, findings: Sequence[Finding], room: int) -> list[str]:
@@ -141,18 +138,6 @@ LEAST = 1e-3
 """Least usual share: where clean pairs agree in every bit, less than this is not far."""
 
 
-class Farthest(NamedTuple):
-    check: str
-    ratio: float
-    """Share of the bound; 1 is the bound."""
-    usual: float | None
-    """Multiple of the largest share in clean pairs; None if none of them showed this check."""
-
-    @property
-    def text(self) -> str:
-        return self.check if self.usual is None else f"{self.check}, {percent(self.usual)} of the most in clean pairs"
-
-
 @cache
 def shares() -> Mapping[str, float]:
     """Largest share of its bound in clean pairs, by check."""
@@ -160,8 +145,11 @@ def shares() -> Mapping[str, float]:
     return found
 
 
-def farthest(evidence: Sequence[Finding]) -> Farthest | None:
-    """The measured check that is farthest out for this pair; None without measurements. A failed one comes first."""
+def farthest(evidence: Sequence[Finding]) -> tuple[float, str] | None:
+    """The measured check that is farthest out for this pair; None without measurements. A failed one comes first.
+
+    Returns its share of its bound (1 is the bound), and its name with the multiple of the largest share in clean pairs.
+    """
     measured = [row for row in evidence if not isinstance(row.observed, str) and not isinstance(row.allowed, str)]
     if not measured:
         return None
@@ -172,7 +160,8 @@ def farthest(evidence: Sequence[Finding]) -> Farthest | None:
         return grades.index(row.grade), row.ratio / max(known.get(row.check, 1.0), LEAST)
 
     row = max(measured, key=beyond)
-    return Farthest(row.check, row.ratio, beyond(row)[1] if row.check in known else None)
+    times = f", {percent(beyond(row)[1])} of the most in clean pairs" if row.check in known else ""
+    return row.ratio, row.check + times
 
 
 MOST = 20
