@@ -170,7 +170,7 @@ def _row(arms: Mapping[str, Sequence[Process]], arm: str, reference: str | None,
         "tokens_per_s": last["tokens"] / step_s,
         **{key: None if value is None else round(value) for key, value in storage.items()},
         "rss_bytes": max(process.facts["rss_bytes"] for process in group),
-        "ratio": _ratio(arms[arm], arms[reference]) if reference in arms and arm != reference else None,
+        "ratio": _ratio(group, arms[reference]) if reference and reference in arms and arm != reference else None,
     }
 
 

@@ -86,45 +86,6 @@ def test_a_call_ends_within_the_time_it_is_given(tmp_path: Path) -> None:
     assert rehearse(tmp_path, "--within", "0") == CUT_OFF
 
 
-def test_what_libraries_say_first_does_not_hide_the_answer() -> None:
-    assert lab.last_object('NCCL version 2.28.9\n{"devices": ["H"]}\n') == {"devices": ["H"]}
-    assert lab.last_object("nothing\n") == {}
-
-
-def environment_of(lab: Lab) -> dict[str, str]:
-    found: dict[str, str] = json.loads(lab.call("-c", "import json, os; print(json.dumps(dict(os.environ)))").stdout)
-    return found
-
-
-def test_what_was_put_on_the_path_beside_the_image_reaches_the_ranks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PYTHONPATH", "brought/along")
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    path = environment_of(Lab("a", Setting("cpu", True, 2, 60.0, tmp_path)))["PYTHONPATH"]
-    assert path.split(os.pathsep) == [str(lab.ROOT), "brought/along"]
-    on_cuda = Lab("a", Setting("cuda", True, 2, 60.0, tmp_path))
-    assert environment_of(on_cuda)["CUDA_VISIBLE_DEVICES"] == "0", "of several devices one is accepted"
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
-    assert environment_of(on_cuda)["CUDA_VISIBLE_DEVICES"] == "3"
-
-
-def test_a_run_that_hangs_does_not_take_its_piece_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[list[str]] = []
-
-    def run(words: list[str], **_: object) -> subprocess.CompletedProcess[str]:
-        asked.append(words)
-        return subprocess.CompletedProcess(words, 0, "", "")
-
-    monkeypatch.setattr(lab, "subprocess", SimpleNamespace(run=run, TimeoutExpired=subprocess.TimeoutExpired))
-    own = Lab("a", Setting("cpu", True, 2, 560.0, tmp_path))
-    own.train("mesh=one")
-    own.train("mesh=one", f"{lab.HANG_S}=60")
-    limits = [[word for word in words if word.startswith(lab.HANG_S)] for words in asked]
-    assert limits == [[f"{lab.HANG_S}={lab.HANG_LIMIT_S}"], [f"{lab.HANG_S}=60"]], "a setting is given once"
-    assert 3 * lab.HANG_LIMIT_S < acceptance.LIMIT_S
-
-
 def test_ranks_that_cannot_share_the_device_are_not_started(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def body(lab: Lab) -> dict[str, object]:
         raise AssertionError("it was started")
@@ -136,23 +97,6 @@ def test_ranks_that_cannot_share_the_device_are_not_started(tmp_path: Path, caps
     assert not (tmp_path / "s.json").exists()
     several = {piece.name for piece in PIECES if "_several" in piece.body.__code__.co_names}
     assert several == {piece.name for piece in PIECES if piece.shares}
-
-
-def test_where_imports_are_wrong_nothing_else_is_tried(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def body(lab: Lab) -> dict[str, object]:
-        lab.failed.append({"command": "look", "words": f"{lab.piece} is wrong"})
-        return {}
-
-    monkeypatch.setattr(acceptance, "look", lambda setting: dict(MACHINE))
-    monkeypatch.setattr(acceptance, "PIECES", [piece._replace(body=body) for piece in PIECES])
-    assert rehearse(tmp_path) == 1
-    out = capsys.readouterr().out
-    assert "imports is wrong" in out
-    assert "one_rank is wrong" not in out
-    assert rehearse(tmp_path, "--pieces", "one_rank,odd") == 1
-    assert "odd is wrong" in capsys.readouterr().out
 
 
 def wheel(folder: Path, name: str) -> None:
@@ -192,11 +136,6 @@ def test_what_is_wrong_is_kept_and_asked_again(tmp_path: Path, capsys: pytest.Ca
     assert is_current(path, dict(MACHINE))
     for changed in ({"sources_digest": "other"}, {"nccl": "2.28.9"}, {"devices": []}):
         assert not is_current(path, MACHINE | changed)
-
-
-def test_a_piece_that_does_not_exist_is_refused_before_anything_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--pieces", "one_rank,two_ranks"]) == 2
-    assert "valid: imports, one_rank" in capsys.readouterr().err
 
 
 def test_the_page_is_made_from_the_data() -> None:

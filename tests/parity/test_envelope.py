@@ -11,7 +11,7 @@ import pytest
 from harness.config.roundoff import RMS, UNIT
 from harness.parity.outcome import Grade
 from harness.parity.tiers import numeric
-from harness.parity.tiers.arithmetic import ORDERS, SAFETY, Arithmetic, error, noise, of_piece, rounder
+from harness.parity.tiers.arithmetic import ORDERS, Arithmetic, error, noise, of_piece, rounder
 from harness.parity.tiers.envelope import Envelope
 from harness.parity.tiers.gradients import Block, Mismatch, TensorPair
 from harness.store.rundir import flatten
@@ -39,13 +39,6 @@ def test_fp32_sums_err_as_much_as_a_walk_over_partial_sums(ranks: int) -> None:
     assert error("tree", ranks, "fp32", "fp32", "fp32", 0.0, 1.0) < 1.5 * RMS * UNIT["fp32"] * math.sqrt(
         math.log2(ranks) + 1
     )
-
-
-def test_a_bf16_wire_with_fp32_sums_does_not_depend_on_the_ranks() -> None:
-    """Each contribution is rounded once, by whoever sends it."""
-    for ranks in (2, 8, 64):
-        rounded_once = RMS * UNIT["bf16"]
-        assert noise(ranks, 1, "bf16", "fp32", "fp32") == pytest.approx(rounded_once, rel=0.1)
 
 
 def test_orders_are_told_apart_where_partial_sums_are_rounded() -> None:
@@ -112,16 +105,6 @@ def test_operands_of_8_bits_are_counted_once_a_product(recipe: str) -> None:
     assert replace(run, fp8="delayed").gradient > 1, "a recipe of an earlier version may lose anything"
 
 
-def test_rounding_to_few_bits_tilts_in_second_order_alone() -> None:
-    """b of Q(v) = (1 + b) v + r: -(RMS u)^2 where values are spread evenly, up to twice that where they thin out."""
-    generator = np.random.default_rng(4)
-    for values in (generator.uniform(0.1, 1, 200_000), np.abs(generator.standard_normal(200_000)) + 1e-3):
-        mantissa, exponent = np.frexp(values)
-        rounded = np.ldexp(np.round(mantissa * 16) / 16, exponent)
-        tilt = float((rounded - values) @ values / (values @ values))
-        assert abs(tilt) < 2 * (RMS * 2.0**-4) ** 2
-
-
 def test_what_tensors_share_is_capped_by_their_residual_and_by_the_dtype() -> None:
     """Of two runs with no other difference, in 16 or in 8 bits, one thousandth is far beyond what may be shared."""
     for run in (BF16, replace(BF16, fp8="current")):
@@ -131,13 +114,6 @@ def test_what_tensors_share_is_capped_by_their_residual_and_by_the_dtype() -> No
     assert envelope.scale(0.0, 1.0) == pytest.approx(2 * UNIT["bf16"], rel=0.01)
     assert envelope.global_scale(0.0, 1.0) == pytest.approx(UNIT["bf16"], rel=0.01)
     assert of_piece(1.0, 1) > 1.5 * of_piece(1.0, 1000) > 1.5, "a small piece may lie farther off than a large one"
-
-
-def test_it_reads_the_frozen_configuration() -> None:
-    run = Arithmetic.of(flatten(Arm(ranks=2, k=4, wire="bf16", strategy="optim").config()))
-    assert (run.ranks, run.microbatches, run.global_microbatches, run.wire) == (2, 4, 8, "bf16")
-    assert run.tokens == 256
-    assert SAFETY * run.gradient < 0.01
 
 
 # -- routed, reused and tiny tensors: where a refutation becomes a doubt -----------------------------------------------

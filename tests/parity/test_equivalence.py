@@ -78,13 +78,6 @@ def test_the_number_of_seeds_it_names_decides(mean: float, arms: int) -> None:
     assert np.mean(decided) >= POWER - 0.05
 
 
-def test_too_few_seeds_are_undecided_and_more_are_named() -> None:
-    found = decide({"a": {"loss": [0.9, -0.6, 0.1]}}, LOSS)["a"]
-    assert found.outcome is Outcome.UNDECIDED
-    assert found.seeds_needed is not None
-    assert found.seeds_needed > 3
-
-
 @pytest.mark.parametrize("differences", [[], [0.0], [0.0, float("nan")]])
 def test_what_allows_no_test_is_undecided(differences: list[float]) -> None:
     found = decide({"a": {"loss": differences}}, LOSS)["a"]
@@ -142,34 +135,19 @@ def spoil(store: Path, factor: float) -> None:
         edit_lines(run, change)
 
 
-def test_without_margins_seeds_are_not_judged_together(store: Path) -> None:
-    assert verdict(store, "lab", sources=CLEAN).seeds == ()
-
-
-def test_equal_training_is_equivalent_over_seeds(store: Path) -> None:
-    margins(store, loss=0.001, grad_norm=0.02)
-    found = verdict(store, "lab", sources=CLEAN)
-    assert [each.outcome for each in found.seeds] == [Outcome.EQUIVALENT]
-    assert found.seeds[0].seeds == len(SEEDS)
-    assert found.exit_code == 0
-    assert "over 5 seeds" in " ".join(study_text(found).split())
-
-
-def test_a_shift_of_the_loss_is_different_over_seeds(store: Path) -> None:
-    spoil(store, 1.004)
-    margins(store, loss=0.001)
-    found = verdict(store, "lab", sources=CLEAN)
-    assert [each.outcome for each in found.seeds] == [Outcome.DIFFERENT]
-    assert found.exit_code == 1
-
-
-def test_a_margin_that_the_noise_swamps_is_undecided_and_names_the_seeds(store: Path) -> None:
-    margins(store, loss=1e-9)
-    found = verdict(store, "lab", sources=CLEAN)
-    [seeds] = found.seeds
-    assert seeds.outcome is Outcome.UNDECIDED
-    assert "seeds would decide it" in seeds.sentence or "no number of seeds" in seeds.sentence
-    assert found.exit_code == 3
+def test_seeds_of_a_study_decide_by_its_margins(store: Path) -> None:
+    assert verdict(store, "lab", sources=CLEAN).seeds == (), "without margins seeds are not judged together"
+    outcomes = []
+    for given, factor in (({"loss": 1e-3, "grad_norm": 0.02}, 1.0), ({"loss": 1e-9}, 1.0), ({"loss": 1e-3}, 1.004)):
+        margins(store, **given)
+        spoil(store, factor)
+        found = verdict(store, "lab", sources=CLEAN)
+        (seeds,) = found.seeds
+        assert (seeds.seeds, seeds.outcome.exit_code) == (len(SEEDS), found.exit_code)
+        assert "over 5 seeds" in " ".join(study_text(found).split())
+        outcomes.append(seeds.outcome)
+        assert seeds.outcome is not Outcome.UNDECIDED or "decide it" in seeds.sentence
+    assert outcomes == [Outcome.EQUIVALENT, Outcome.UNDECIDED, Outcome.DIFFERENT]
 
 
 SLIPS = slips("""

@@ -133,18 +133,6 @@ BACKWARDS: dict[str, Callable[[int, Params], Params]] = {
 """Kept here: the bench knows a run by the addresses of its hooks."""
 
 
-@pytest.mark.parametrize("name", BACKWARDS)
-def test_a_late_backward_is_in_doubt_where_it_begins(bench: Bench, name: str) -> None:
-    """No witness knows what the gradient of a model is: but it jumps, given the weights."""
-    verdict = held(bench, broken(SEEN, local=BACKWARDS[name]), CONTROL)
-    assert verdict.outcome is Outcome.UNDECIDED, verdict.sentence
-    found = first(verdict)
-    assert found.check == "local gradient given the weights"
-    assert (found.step, found.place) == (AT, "between forward and gradient")
-    assert name == "1 % noise" or found.tensor == NAME
-    assert f'"measure.capture_steps=[1,{AT - 1},{AT}]"' in verdict.commands[0]
-
-
 def wrong_onsets(bench: Bench, folder: Path) -> Iterator[str]:
     """Wrong first steps in sentences and commands, of a forward that is worked out again in the last step alone."""
 
@@ -205,13 +193,6 @@ SHARPER: dict[str, tuple[Arm, Arm]] = {
 alone before."""
 
 
-@pytest.mark.parametrize("name", SHARPER)
-def test_a_late_backward_is_in_doubt(bench: Bench, name: str) -> None:
-    found = first(verdict := held(bench, *SHARPER[name]))
-    assert verdict.outcome is Outcome.UNDECIDED, verdict.sentence
-    assert (found.check, found.step, found.tensor) == ("local gradient given the weights", AT, NAME)
-
-
 CLEAN_PAIRS: list[tuple[Arm, Arm]] = [
     *((replace(SEEN, seed=seed), replace(CONTROL, seed=seed)) for seed in range(3)),
     *((replace(SEEN, k=k), CONTROL) for k in (1, 4)),
@@ -232,31 +213,6 @@ def test_a_clean_pair_passes_hot_or_not(bench: Bench, pair: tuple[Arm, Arm]) -> 
     assert SAID in verdict.sentence or verdict.outcome is Outcome.EQUAL
     looks = {look.check for look in every_step.LOOKS.values()}
     assert max(row.ratio for row in verdict.evidence if row.check in looks) < 0.7
-
-
-def test_chaos_is_equivalent_where_both_are_checked_and_in_doubt_where_they_are_not(bench: Bench) -> None:
-    assert held(bench, CHAOS, CONTROL).outcome is Outcome.EQUIVALENT
-    verdict = held(bench, *(replace(arm, **CAPTURED, checked=False) for arm in (CHAOS, CONTROL)))
-    assert verdict.outcome is Outcome.UNDECIDED, verdict.sentence
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_hot_training_without_witnesses_is_never_different(bench: Bench, seed: int) -> None:
-    hot = {**HOT, "seed": seed, "captures": (1, 2, 3), "updates": (1, 2, 3)}
-    verdict = held(bench, replace(OURS, k=1, **hot), replace(FP32, **hot))
-    assert verdict.outcome in (Outcome.EQUIVALENT, Outcome.UNDECIDED), verdict.sentence
-
-
-DROPPED = scaled(0.0, "blocks")
-
-
-def test_a_late_fault_without_witnesses_has_an_interval_of_stages(bench: Bench) -> None:
-    verdict = held(bench, broken(OURS, reduced=DROPPED, reduced_from=AT), FP32)
-    found = first(verdict)
-    assert verdict.outcome is not Outcome.EQUIVALENT
-    assert Stage.reduction in found.stages
-    assert found.place.startswith("between ")
-    assert "(between weights and optimizer" in verdict.sentence
 
 
 def damaged(run: Path, path: Path, change: Callable[[Any], None]) -> Path:
@@ -285,26 +241,6 @@ def test_a_wrong_norm_is_called_clipping_under_adam(bench: Bench) -> None:
     verdict = held(bench, broken(SEEN, logged_norm_factor=1.01), CONTROL)
     found = first(verdict)
     assert (found.stage, found.since) == (Stage.clipping, None), verdict.sentence
-
-
-def test_steps_that_nobody_saw_are_not_checked(bench: Bench, tmp_path: Path) -> None:
-    """NaN is no zero: what was not looked at is not right."""
-
-    def blind(rows: Any) -> None:
-        rows[3:, step_columns(SKETCHES).index("rule")] = np.nan
-
-    arm = damaged(bench.run(SEEN), tmp_path / "lab" / "arm", blind)
-    verdict = compare(arm, bench.run(CONTROL), sources=CLEAN)
-    assert "samples of the update: at 3 of 12 steps" in verdict.sentence
-
-
-def test_another_version_of_the_stream_is_named(bench: Bench, tmp_path: Path) -> None:
-    arm = tmp_path / "lab" / "arm"
-    shutil.copytree(bench.run(SEEN), arm)
-    (arm / FOLDER / "stream.json").write_text('{"version": 99}')
-    verdict = compare(arm, bench.run(CONTROL), sources=CLEAN)
-    assert verdict.outcome is Outcome.NOT_COMPARABLE
-    assert "stream.json has format 99, and 4 is read here" in verdict.sentence
 
 
 def while_stable(jumps: Callable[..., divergence.Jump]) -> Callable[..., divergence.Jump]:

@@ -197,15 +197,6 @@ def test_runs_record_what_those_of_the_verdict_did_and_check_every_step(bench: B
     assert not any("share" in word for word in scripts.again(RunDir(run)))
 
 
-def test_a_script_that_cannot_run_says_nothing_about_the_fault(bench: Bench, tmp_path: Path) -> None:
-    """125: git bisect skips it."""
-    verdict = judged(bench.run(broken(OURS, reduced=duplicated)), bench.run(FP32))
-    (tmp_path / "script.py").write_text(text_of(verdict))
-    done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 125
-    assert "run.py" in done.stderr
-
-
 def test_two_runs_of_one_configuration_have_no_script(bench: Bench, play: Played) -> None:
     """Overrides do not make a difference that is not in settings (other code?); but what a run shows by itself."""
     wrong, run = bench.run(broken(OURS, reduced=duplicated)), bench.run(OURS)

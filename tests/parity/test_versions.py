@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -76,16 +75,11 @@ def test_sources_that_are_the_same_owe_what_one_code_owes(bench: Bench, tmp_path
     assert "no source that can change a number differs" in found.admissible
 
 
-def test_a_fault_of_the_new_version_is_named(bench: Bench, tmp_path: Path) -> None:
-    found = judged(bench, tmp_path, DOUBLED)
+@pytest.mark.parametrize(("new", "old", "whose"), [(DOUBLED, PLAIN, "HEAD (1a)"), (PLAIN, DOUBLED, "main (2b)")])
+def test_a_fault_of_one_version_is_named(bench: Bench, tmp_path: Path, new: Arm, old: Arm, whose: str) -> None:
+    found = judged(bench, tmp_path, new, control=old)
     assert found.outcome is Outcome.DIFFERENT
-    assert "in HEAD (1a)" in found.sentence
-
-
-def test_a_fault_of_the_old_version_is_named(bench: Bench, tmp_path: Path) -> None:
-    found = judged(bench, tmp_path, PLAIN, control=DOUBLED)
-    assert found.outcome is Outcome.DIFFERENT
-    assert "in main (2b)" in found.sentence
+    assert f"in {whose}" in found.sentence
 
 
 @pytest.mark.parametrize(
@@ -107,24 +101,3 @@ def test_a_changed_default_is_another_configuration(
     found = judged(bench, tmp_path, PLAIN, change)
     assert found.outcome is Outcome.NOT_COMPARABLE
     assert f"{group}.{key} is {value}" in found.sentence
-
-
-def test_what_changes_no_sum_may_have_another_default(bench: Bench, tmp_path: Path) -> None:
-    change = lambda run: edit_config(run, "engine", prefetch=7)  # noqa: E731
-    assert judged(bench, tmp_path, PLAIN, change).outcome is Outcome.EQUAL
-
-
-def test_a_run_that_failed_in_one_version_is_named(bench: Bench, tmp_path: Path) -> None:
-    def fail(run: Path) -> None:
-        edit_json(run / "status.json", state="failed", reason="ValueError: no luck")
-
-    found = judged(bench, tmp_path, PLAIN, fail)
-    assert found.outcome is Outcome.NOT_COMPARABLE
-    assert "HEAD (1a): it is failed, not done (ValueError: no luck)" in found.sentence
-
-
-def test_other_data_is_not_comparable(bench: Bench, tmp_path: Path) -> None:
-    found = judged(bench, tmp_path, broken(PLAIN, same_data=True))
-    assert found.outcome is Outcome.NOT_COMPARABLE
-    assert "data_digest" in found.sentence
-    assert json.dumps(found.as_json())

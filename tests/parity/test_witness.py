@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 from collections.abc import Callable
@@ -106,11 +105,6 @@ def test_two_runs_with_the_same_fault_are_different_too(bench: Bench) -> None:
     assert "sum of local gradients (reduction" in verdict.sentence
 
 
-def test_without_witnesses_the_stage_is_the_gradient(bench: Bench) -> None:
-    verdict = held(bench, broken(OURS, reduced=duplicated), FP32)
-    assert next(f for f in verdict.findings if f.grade is not Grade.ok).stage is Stage.gradient
-
-
 def test_wrong_weights_come_first(bench: Bench, tmp_path: Path) -> None:
     run = tmp_path / "lab" / "run"
     shutil.copytree(bench.run(SEEN), run)
@@ -121,13 +115,26 @@ def test_wrong_weights_come_first(bench: Bench, tmp_path: Path) -> None:
     assert "weights of the forward (gather, first in head.output.weight)" in verdict.sentence
 
 
-@pytest.mark.parametrize("missing", ["terms", "wrong_weights"])
-def test_a_damaged_testimony_is_named(bench: Bench, tmp_path: Path, missing: str) -> None:
-    run = tmp_path / "lab" / "run"
-    shutil.copytree(bench.run(SEEN), run)
-    path = run / "capture" / "witness-000001.json"
-    path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != missing}))
-    assert "witness-000001.json is damaged" in compare_paths(run, bench.run(CONTROL)).sentence
+def replicas(bench: Bench, tmp_path: Path, others: list[int]) -> Verdict:
+    """The verdict on a run of which these ranks end with other weights."""
+    run = tmp_path / str(others) / "lab" / "run"
+    shutil.copytree(bench.run(OURS), run)
+    edit_json(run / "summary.json", other_replicas=others)
+    return compare_paths(run, bench.run(FP32))
+
+
+def test_a_rank_that_ends_with_other_weights_is_different_and_named(bench: Bench, tmp_path: Path) -> None:
+    sound, wrong = (replicas(bench, tmp_path, others) for others in ([], [1]))
+    assert sound.exit_code == 0
+    assert "replicas" in {row.check for row in sound.evidence}
+    assert wrong.outcome is Outcome.DIFFERENT
+    assert "replicas (gather) is rank 1 ends with other weights" in wrong.sentence
+
+
+@kills("The comparator: structure", "replica", "not looked at: replica")
+def test_replicas_that_nobody_looks_at_pass(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(witness, "replicas", lambda run: [])
+    assert replicas(bench, tmp_path, [1]).exit_code == 0
 
 
 def twenty_one_bits(values: Array) -> Array:

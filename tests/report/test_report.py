@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
@@ -177,13 +176,3 @@ def test_where_it_cannot_be_written_another_place_is_named(
     words = ["report", "lab", "--root", str(store), "--out", str(tmp_path / "file" / "page.html")]
     assert main(words) == 2
     assert "report STUDY --out" in capsys.readouterr().err
-
-
-def test_a_report_loads_no_torch(tmp_path: Path) -> None:
-    import sys
-
-    whole(tmp_path)
-    lines = "import sys; from harness.cli.main import main; main(sys.argv[1:]); sys.exit('torch' in sys.modules)"
-    words = [sys.executable, "-c", lines, "report", "lab", "--root", str(tmp_path)]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
