@@ -33,7 +33,7 @@ def run_report(arguments: Namespace) -> int:
     try:
         from harness.analysis.judge import study
         from harness.report.contents import contents
-        from harness.report.page import page, pictures
+        from harness.report.page import page
     except ImportError as error:
         raise refuse(
             "report", f"needs {error.name}, which is not installed", fix=commands.install("analysis")
@@ -42,7 +42,7 @@ def run_report(arguments: Namespace) -> int:
     found = study(root, name, verdict=_against(arguments, root, name, sources), **sources)
     report = contents(found, root, _command(arguments, root, name))
     target = arguments.out or Store(root).root / name / PAGE
-    write(target, page(report, pictures(found)), "report STUDY --out")
+    write(target, page(report), "report STUDY --out")
     print(f"{report.outcome}: {target}")
     say_next(arguments, f"watch {shlex.quote(arguments.study)}")
     return 0

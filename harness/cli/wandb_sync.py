@@ -126,11 +126,11 @@ def run_wandb(arguments: Namespace) -> int:
 def _page(root: str, verdict: StudyVerdict) -> str:
     from harness.analysis.judge import study
     from harness.report.contents import contents
-    from harness.report.page import page, pictures
+    from harness.report.page import page
 
     found = study(root, verdict.study, verdict=verdict)
     command = commands.verb(f"report {shlex.quote(verdict.study)}", root)
-    return page(contents(found, root, command), pictures(found))
+    return page(contents(found, root, command))
 
 
 def import_series_arguments(parser: ArgumentParser) -> None:

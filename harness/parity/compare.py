@@ -23,11 +23,9 @@ from harness.config.errors import refuse
 from harness.parity.judgement import Judgement
 from harness.parity.outcome import Finding, Grade, Stage, Verdict
 from harness.parity.record import Record, load, settings_of, unbounded, with_reach
-from harness.parity.series import is_series
 from harness.parity.telling import wording
 from harness.parity.tiers import comparable
 from harness.parity.tiers.comparable import as_stepped, matters
-from harness.store.commands import verb
 from harness.store.identity import must_agree
 from harness.store.provenance import sources_digest
 
@@ -45,8 +43,6 @@ def compare(arm: Path, control: Path, *, sources: str | None = CHECKOUT) -> Verd
     if Path(arm).resolve() == Path(control).resolve():
         fix = "name two runs; a repetition for an A/A pair is made by train.replicate=1"
         raise refuse(f"compare {arm}", "is one run named twice", fix=fix)
-    if series := [each.name for each in map(Path, (arm, control)) if is_series(each)]:
-        raise refuse(f"compare {series[0]}", "is a series of numbers alone", fix=verb("verdict NEW --history OLD"))
     digest = sources_digest() if sources == CHECKOUT else sources
     return judge(load(arm, digest), load(control, digest))
 

@@ -11,7 +11,6 @@ from harness.parity import baseline
 from harness.parity.compare import compare, compare_versions
 from harness.parity.outcome import Finding, Verdict, percent
 from harness.parity.record import Record, load
-from harness.parity.series import is_series
 from harness.store import commands
 from harness.store.rundir import RunDir
 
@@ -25,9 +24,6 @@ def made(run: Path) -> bytes:
 
     Raises `BadRequest`: the run is not whole, or does not fit. `StoreError`: it is no run.
     """
-    if is_series(run):
-        fix = commands.verb("verdict NEW ... --history OLD ...")
-        raise refuse(f"baseline {run.name}", "is a series of numbers, without a tensor to sketch", fix=fix)
     record = load(run)
     if record.problems:
         fix = f"a finished run; {commands.verb(f'show {commands.shown(run)}')}"
@@ -63,7 +59,7 @@ def gate(run: Path, golden: Path, *, bitwise: bool = False) -> Verdict:
             fix = f"{commands.verb(f'baseline {commands.shown(golden)}')} && {commands.verb('gate FILE RUN')}"
             raise refuse(str(golden), "is a folder, and no baseline", fix=fix)
         raise refuse(str(golden), "does not exist", fix=commands.verb(f"baseline RUN --out {commands.shown(golden)}"))
-    if is_series(run) or load(golden).is_watched or load(run).is_watched:
+    if load(golden).is_watched or load(run).is_watched:
         if bitwise:
             raise refuse("--bitwise", "another program promises no bits", fix="leave it out")
         return compare(run, golden)

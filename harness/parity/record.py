@@ -14,15 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from harness.config.doc import unknown_settings, unknown_words
+from harness.config.errors import refuse
 from harness.config.schema import ModelFamily
 from harness.parity import baseline, tensors
 from harness.parity.outcome import Finding, Grade, Stage
 from harness.parity.tensors import Capture, Recomputed
 from harness.store import check_stream, checksums, provenance, status
 from harness.store.check_stream import Forward, Stream
+from harness.store.commands import verb
 from harness.store.errors import StoreError
 from harness.store.metrics import read_columns
-from harness.store.provenance import WATCHED
+from harness.store.provenance import SERIES, WATCHED
 from harness.store.reading import read_json
 from harness.store.rundir import CONFIG, RunDir, flatten, read_summary
 from harness.store.shapes import ROUNDING
@@ -125,7 +127,8 @@ def load(path: Path, sources: str | None = None, *, assumed: Mapping[str, Any] |
     Args: sources: required digest; None accepts any. assumed: values of settings unknown to the run's version, by
     dotted key.
 
-    Raises `StoreError`: no run, or an unreadable configuration; anything less is one of `problems`.
+    Raises `StoreError`: no run, or an unreadable configuration; `BadRequest`: a series of numbers alone. Anything less
+    is one of `problems`.
     """
     if Path(path).is_file():
         return _of_baseline(Path(path), sources, assumed or {})
@@ -169,6 +172,8 @@ def _load(run: RunDir, sources: str | None, assumed: Mapping[str, Any]) -> Recor
         problems += [f"{CONFIG} has {each}={config[each]}, which is no setting: {STRANGE}" for each in strange]
     problems += _state_problems(run)
     origin = _read(lambda: provenance.read(run.path), {}, problems)
+    if SERIES in origin:
+        raise refuse(run.name, "is a series of numbers alone", fix=verb("verdict NEW --history OLD"))
     watched = WATCHED in origin
     problems += _origin_problems(origin, None if watched else sources)
     summary = _read(lambda: read_summary(run), None, problems)

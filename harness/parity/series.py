@@ -17,10 +17,8 @@ from harness.config.errors import refuse
 from harness.parity.outcome import Outcome, SeedVerdict, percent
 from harness.parity.tensors import Float64
 from harness.parity.tiers.equivalence import ALPHA, PairedTest, decided, unpaired_test
-from harness.store import provenance, status
-from harness.store.errors import StoreError
+from harness.store import status
 from harness.store.metrics import read_columns
-from harness.store.provenance import SERIES
 from harness.store.rundir import RunDir
 from harness.store.screen import counted
 from harness.store.status import State
@@ -53,13 +51,6 @@ class Series:
         if not values["loss"]:
             raise refuse(run.name, "has no loss in any step")
         return cls(path, run.name, values)
-
-
-def is_series(path: Path) -> bool:
-    try:
-        return path.is_dir() and SERIES in provenance.read(path)
-    except StoreError:  # damaged: whoever loads it as a run says so
-        return False
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from harness.config.words import ask_again
 from harness.parity.compare import CHECKOUT, judge
 from harness.parity.outcome import Outcome, StudyVerdict, Verdict
 from harness.parity.record import load
-from harness.parity.series import is_series
 from harness.parity.tiers.equivalence import Pair, over_seeds, reduced
 from harness.store import commands
 from harness.store.identity import repeated
@@ -101,9 +100,6 @@ def against(arms: Sequence[Path], control: Path, *, sources: str | None = CHECKO
     chosen = [path for path in dict.fromkeys(Path(each).resolve() for each in arms) if path != Path(control).resolve()]
     if not chosen:
         raise refuse(f"verdict --control {control}", "has no run to hold against it", fix="name runs before --control")
-    if series := [path.name for path in (*chosen, Path(control)) if is_series(path)]:
-        fix = commands.verb("verdict NEW --history OLD")
-        raise refuse(f"verdict --control {control}", f"{series[0]} is a series of numbers alone", fix=fix)
     digest = sources_digest() if sources == CHECKOUT else sources
     judged = _judge([(path, Path(control)) for path in chosen], digest, {}, 0)
     return StudyVerdict("", "", tuple(each for each, _ in judged))

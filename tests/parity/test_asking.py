@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from harness.cli.main import main, read
-from harness.config.errors import BadRequest
 from harness.config.overrides import check_overrides
-from harness.parity import Outcome, Verdict, against, compare, study_text, text
+from harness.parity import Outcome, Verdict, compare, text
 from harness.parity.telling.wording import OUTCOMES
 from harness.store import provenance
 from tests.parity.arms import broken
@@ -29,23 +28,16 @@ def doubted(bench: Bench) -> Verdict:
     return compare(bench.run(DOUBTED), bench.run(FP32), sources=CLEAN)
 
 
-def test_any_runs_are_held_against_one(bench: Bench) -> None:
-    arms = [bench.run(replace(OURS, strategy=each)) for each in ("optim", "optim_grads")]
-    found = against([*arms, bench.run(FP32)], bench.run(FP32), sources=CLEAN)
-    assert [Path(each.arm) for each in found.arms] == arms  # the control itself is no arm
-    assert study_text(found).startswith(f"{found.outcome.value}: runs held against one control, 2 comparisons")
-    with pytest.raises(BadRequest, match="no run to hold against it"):
-        against([bench.run(FP32)], bench.run(FP32), sources=CLEAN)
-
-
 def test_verdict_takes_runs_and_a_control(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     control, *arms = (write(tmp_path, each) for each in (FP32, OURS, replace(OURS, strategy="optim_grads")))
     for run in (control, *arms):
         edit_json(run / "provenance.json", sources_digest=provenance.sources_digest())
-    assert main(["verdict", str(arms[0]), "--control", str(control), str(arms[1])]) == 0
+    assert main(["verdict", str(arms[0]), "--control", str(control), str(arms[1]), str(control)]) == 0
     out = " ".join(capsys.readouterr().out.split())
-    assert "2 comparisons" in out
+    assert "EQUIVALENT: runs held against one control, 2 comparisons" in out, "the control itself is no arm"
     assert OUTCOMES[Outcome.EQUIVALENT] in out
+    assert main(["verdict", str(control), "--control", str(control)]) == 2
+    assert "no run to hold against it" in " ".join(capsys.readouterr().err.split())
     assert main(["verdict", "a", "b"]) == 2
     assert "verdict RUN ... --control RUN" in " ".join(capsys.readouterr().err.split())
 

@@ -148,6 +148,7 @@ def test_seeds_of_a_study_decide_by_its_margins(store: Path) -> None:
         outcomes.append(seeds.outcome)
         assert seeds.outcome is not Outcome.UNDECIDED or "decide it" in seeds.sentence
     assert outcomes == [Outcome.EQUIVALENT, Outcome.UNDECIDED, Outcome.DIFFERENT]
+    assert [each.exit_code for each in outcomes] == [0, 3, 1]
 
 
 SLIPS = slips("""
