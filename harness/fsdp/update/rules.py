@@ -154,14 +154,9 @@ def kernel_settings(optimizer: Optimizer, group: Mapping[str, Any], *, unfused: 
 def check_optimizer(optimizer: Optimizer, buckets: Sequence[ParamGroup], numerics: Numerics) -> None:
     """Refuse an optimizer before anything is changed. TypeError: it needs unsharded parameters where these are cut.
     ValueError: it cannot keep the bits that `numerics` promises; or as `matrices_of`."""
-    needs, kind = needs_whole_of(optimizer), type(optimizer)
-    if needs is not None and not callable(needs):
-        raise TypeError(
-            f"{kind.__name__}.{NEEDS_WHOLE} is {needs!r}: give a function of a parameter that says if {kind.__name__}"
-            " needs it whole, such as lambda param: param.dim() > 1"
-        )
+    kind = type(optimizer)
     name = next((base.__name__ for base in kind.__mro__ if base.__name__ in REFUSED), None)
-    is_stepped = needs is not None or moments_of(optimizer) is not None
+    is_stepped = needs_whole_of(optimizer) is not None or moments_of(optimizer) is not None
     if name and not is_stepped and any(bucket.placements.main_weights != WHOLE for bucket in buckets):
         why, fix = REFUSED[name]
         raise TypeError(

@@ -46,19 +46,6 @@ def two_in_one_bucket(world: World) -> None:
 
 
 @program
-def own_gradients_alone(world: World) -> None:
-    """`zero_grad` of one leaves those of the other, to which the next backward adds."""
-    model, one, other = halves(world)
-    for step in range(5):
-        world.backward(model)
-        one.step()
-        one.zero_grad()
-        if step % 2:
-            other.step()
-            other.zero_grad()
-
-
-@program
 def forgotten_inside_no_sync(world: World) -> None:
     """A backward inside no_sync that one forgets; what the other had before it stays."""
     model, one, other = halves(world)
@@ -86,23 +73,10 @@ def two_models_and_loose(world: World) -> None:
     model, other = world.net(0), world.net(1, 5)
     loose = nn.Parameter(torch.ones(3, dtype=torch.float64))
     groups = [{"params": [*model.parameters(), loose]}, {"params": [*other.parameters()], "lr": 0.01}]
-    optimizer = world.bind(adamw(groups), model, other)
+    optimizer = world.bind(adamw(groups, fused=True), model, other)
     for _ in range(4):
         world.backward(model)
         world.backward(other)
-        loose.square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    world.extras = [loose.detach()]
-
-
-@program
-def loose_and_fused(world: World) -> None:
-    model = world.net()
-    loose = nn.Parameter(torch.ones(3, dtype=torch.float64))
-    optimizer = world.bind(adamw([loose, *model.parameters()], fused=True))
-    for _ in range(4):
-        world.backward(model)
         loose.square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -217,15 +191,6 @@ def state_edited(world: World, model: Any, optimizer: Any) -> None:
 def counter_edited(world: World, model: Any, optimizer: Any) -> None:
     world.loop(model, optimizer, 2)
     optimizer.state[optimizer.param_groups[0]["params"][5]]["step"].zero_()
-    world.loop(model, optimizer, 2)
-
-
-@stepped
-def state_cleared(world: World, model: Any, optimizer: Any) -> None:
-    world.loop(model, optimizer, 3)
-    optimizer.state.clear()
-    world.loop(model, optimizer, 2)
-    optimizer.state = defaultdict(dict)
     world.loop(model, optimizer, 2)
 
 

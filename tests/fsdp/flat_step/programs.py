@@ -123,13 +123,6 @@ PROGRAMS["clipped"] = _rule(adamw, clip=0.3)
 # -- schedulers --------------------------------------------------------------------------------------------------------
 
 
-@grouped
-def scheduler_after(world: World, model: Any, optimizer: Any) -> None:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*optimizer.step.*")
-        world.loop(model, optimizer, scheduler=LambdaLR(optimizer, lambda n: 1 / (1 + n)))
-
-
 @program
 def scheduler_before(world: World) -> None:
     model = world.net()
@@ -216,20 +209,6 @@ def lookahead_and_average(world: World, model: Any, optimizer: Any) -> None:
                     param.data.copy_(held["slow"])
             torch._foreach_lerp_(average, params, 0.1)
     world.extras = average
-
-
-@program
-def edits_between_forwards(world: World) -> None:
-    model = world.net()
-    optimizer = world.bind(optim.SGD(model.parameters(), lr=0.05))
-    world.loop(model, optimizer, 1)
-    for edit in (lambda p: p.mul_(0.9), lambda p: p.data.mul_(0.9)):
-        world.backward(model)
-        with torch.no_grad():
-            for param in model.parameters():
-                edit(param)
-    world.backward(model)
-    optimizer.step()
 
 
 # -- gradients ---------------------------------------------------------------------------------------------------------

@@ -19,7 +19,6 @@ from harness.fsdp import MixedPrecisionPolicy, fully_shard_model, fully_shard_op
 from harness.muon import MuonWithAdamW
 from tests.fsdp.muon import nets
 from tests.fsdp.muon.nets import STEPS, Case, sharded, train, trained
-from tests.fsdp.muon.whole import Shampoo
 from tests.support.spawn import run_ranks
 
 # -- another layout goes on --------------------------------------------------------------------------------------------
@@ -90,12 +89,6 @@ def later(model: Any, name: str) -> Any:
     optimizer.step()
 
 
-def declared(model: Any, needs_whole: Any) -> None:
-    optimizer: Any = Shampoo([model.first.weight])
-    optimizer.needs_whole = needs_whole
-    fully_shard_optimizer(model, optimizer)
-
-
 def unbound(model: Any) -> torch.optim.Muon:
     model(torch.ones(2, 6)).backward()
     return torch.optim.Muon([model.first.weight])
@@ -125,17 +118,13 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "one vector of all parameters": (
         lambda m: fully_shard_optimizer(m, Lbfgs([m.first.weight])), "Lbfgs cannot step sharded parameters",
     ),
-    "a declaration that is no function": (lambda m: declared(m, needs_whole=True), "needs_whole is True: give a func"),
     "a tall matrix in a Muon that was not handed over": (
         lambda m: unbound(m).step(), "would be lost: an optimizer that does this, as torch.optim.Muon, goes to fully_",
     ),
     "a compiled step of a Muon that was not handed over": (
         lambda m: torch.compile(unbound(m).step)(), "first.weight has this rank's rows only: give the optimizer to",
     ),
-    "exact bits of 16-bit main weights": (
-        lambda m: narrow(),
-        "needs AdamW",
-    ),
+    "exact bits of 16-bit main weights": (lambda m: narrow(), "needs AdamW"),
 }  # fmt: skip
 """By what is wrong: the program, and words of its error."""
 
