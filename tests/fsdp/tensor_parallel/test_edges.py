@@ -133,31 +133,10 @@ def helped(rank: int, strategy: str) -> list[str]:
     return found
 
 
-def kept(rank: int, strategy: str) -> list[str]:
-    """Gradients, and views of them, that a program keeps stay as others come."""
-    case = Case(2, 2, strategy=strategy, shape=Shape(layers=1))
-    mesh = mesh_of(case)
-    model, optimizer = stepped(case)
-    found = []
-    for views in (False, True):
-        loss_of(model, rows_of(case, 3, 0, mesh.get_local_rank("inner"))).backward()
-        named = [(name, p.grad) for name, p in model.named_parameters() if p.grad is not None]
-        grads = {name: grad.detach() if views else grad for name, grad in named}
-        del named
-        before = {name: whole_of(grad).clone() for name, grad in grads.items()}
-        optimizer.zero_grad()
-        loss_of(model, rows_of(case, 4, 0, mesh.get_local_rank("inner"))).backward()
-        found += [name for name, grad in grads.items() if not torch.equal(whole_of(grad), before[name])]
-        optimizer.zero_grad()
-    model.close()
-    return found
-
-
 CHECKS = {
     "compiled": compiled,
     "nothing here": nothing_here,
     "torch's helpers": helped,
-    "gradients kept": kept,
 }
 MUTANTS = of_slips(
     """
