@@ -154,7 +154,7 @@ class GradientSync:
         if self.integers is not None and count:
             raise self.integers.fixed.overflow(count)
         self.reduce.finish()
-        self.step.finished()
+        self.step.state = StepState.FINISHED
         self.same_data.check()
         self._install()
 

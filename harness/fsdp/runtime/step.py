@@ -1,8 +1,7 @@
 """The state of a step: what its gradients are, which calls may follow, and what the backward that begins is to do.
 
 A step is every backward from one `zero_grad()` to the next, with the update between them. Its state says what has
-become of the gradients; `TRANSITIONS` says which call leads where, `REFUSALS` what a call that leads nowhere is told:
-why, and which call is missing. `Step.move` is the one way from state to state.
+become of the gradients; `REFUSALS` says in which states a call is refused: why, and which call is missing.
 
                  pre_backward             post_backward
     IDLE ─────────────────────> BACKWARD ───────────────> ACCUMULATED   waits for a backward that ends the step
@@ -39,44 +38,10 @@ class StepState(Enum):
 
 class Call(Enum):
     pre_backward = "backward()"
-    post_backward = "the end of a backward"
-    pre_backward_of_inputs = "torch.autograd.grad() of inputs"
-    post_backward_of_inputs = "the end of torch.autograd.grad() of inputs"
     finish_grad_sync = "finish_grad_sync()"
     update = "optimizer.step()"
     zero_grad = "zero_grad()"
-    fail = "an exception"
 
-
-Row = dict[Call, tuple[StepState, ...]]
-_AT_REST = tuple(state for state in StepState if state is not StepState.BACKWARD)
-_ALWAYS: Row = {Call.fail: (StepState.FAILED,)}
-_RESTING: Row = _ALWAYS | {Call.pre_backward_of_inputs: (StepState.BACKWARD,), Call.zero_grad: (StepState.IDLE,)}
-
-TRANSITIONS: dict[StepState, Row] = {
-    StepState.IDLE: _RESTING
-    | {
-        Call.pre_backward: (StepState.BACKWARD,),
-        Call.finish_grad_sync: (StepState.IDLE,),  # without a backward there is nothing to finish: gradients are zeros
-        Call.update: (StepState.IDLE,),
-    },
-    StepState.BACKWARD: _ALWAYS
-    | {
-        Call.post_backward: (StepState.ACCUMULATED, StepState.SUMMED, StepState.REDUCED),
-        Call.post_backward_of_inputs: _AT_REST,
-    },
-    StepState.ACCUMULATED: _RESTING | {Call.pre_backward: (StepState.BACKWARD,)},
-    StepState.SUMMED: _RESTING
-    | {Call.pre_backward: (StepState.BACKWARD,), Call.finish_grad_sync: (StepState.FINISHED,)},
-    StepState.REDUCED: _RESTING | {Call.finish_grad_sync: (StepState.FINISHED,)},
-    StepState.FINISHED: _RESTING
-    | {
-        Call.pre_backward: (StepState.BACKWARD,),  # whose gradients are added to what `.grad` has
-        Call.finish_grad_sync: (StepState.FINISHED,),
-        Call.update: (StepState.FINISHED,),
-    },
-    StepState.FAILED: _RESTING,
-}
 
 _INSIDE = (
     "finish_grad_sync() (optimizer.step(), grad_norm() and full_gradients() call it) inside a backward, while gradients"
@@ -177,7 +142,6 @@ class Step:
         self.in_forward = False  # from the model's pre-forward to its post-forward
         self.forward_raised = False  # and left weights unsharded
         self.with_gradients = False
-        self.num_forwards = 0
         self._first_node = 0
 
     @property
@@ -192,30 +156,12 @@ class Step:
     def has_gradients(self) -> bool:
         return self.state is not StepState.IDLE
 
-    def check(self, call: Call) -> tuple[StepState, ...]:
-        """States that a call may lead to now; raises StepError if none."""
-        row = TRANSITIONS[self.state]
-        if call not in row:
-            possible = ", ".join(each.value for each in row)
-            why = REFUSALS.get((self.state, call))
-            raise StepError(why or f"{call.value} is not possible now ({self.state.value}); possible is: {possible}")
-        return row[call]
-
-    def move(self, call: Call, to: StepState | None = None) -> None:
-        """Change the state. to: None where the call leads to one state only. Raises StepError otherwise."""
-        allowed = self.check(call)
-        if to is None:
-            (to,) = allowed
-        elif to not in allowed:
-            raise StepError(f"{call.value} does not lead from {self.state.name} to {to.name}")
-        self.state = to
+    def check(self, call: Call) -> None:
+        """Raise StepError if the call is refused in this state."""
+        if (why := REFUSALS.get((self.state, call))) is not None:
+            raise StepError(why)
 
     # -- forward ---------------------------------------------------------------------------------------------------
-
-    @property
-    def forward_number(self) -> int:
-        """Number of the running forward, from 1; 0 outside."""
-        return self.num_forwards if self.in_forward else 0
 
     @property
     def made_nodes(self) -> bool:
@@ -225,18 +171,17 @@ class Step:
     def pre_forward(self, root: str, *, with_gradients: bool) -> None:
         self.in_forward, self.forward_raised, self.with_gradients = True, False, with_gradients
         self.running = {root}
-        self.num_forwards += 1
         self._first_node = next_number()
 
     # -- backward and update ---------------------------------------------------------------------------------------
 
-    def pre_backward(self, *, of_inputs: bool = False) -> BackwardPlan:
+    def pre_backward(self, *, of_inputs: bool = False) -> None:
         """Begin a backward; a refused one fails the step. of_inputs: `torch.autograd.grad` of inputs alone. StepError:
         the state does not allow another backward. ValueError: more backwards than `exact_terms` has room for."""
         if of_inputs:
             self.plan = BackwardPlan(False, last=False, adds=self.has_sums, leads_to=self.state, of_inputs=True)
-            self.move(Call.pre_backward_of_inputs)
-            return self.plan
+            self.state = StepState.BACKWARD
+            return
         try:
             self.check(Call.pre_backward)
             if self.state is StepState.FINISHED:
@@ -253,8 +198,7 @@ class Step:
         self.plan = self.shape.plan(sync=self.sync, adds=self.has_sums)
         self.has_sums |= self.plan.reduce_units
         self.num_backwards += 1
-        self.move(Call.pre_backward)
-        return self.plan
+        self.state = StepState.BACKWARD
 
     def check_forward(self, num_updates: int, *, is_stale: bool) -> None:
         """Fail the step and raise StepError for a backward through a forward from before an update."""
@@ -268,10 +212,10 @@ class Step:
         )
 
     def post_backward(self) -> None:
-        self.move(Call.post_backward_of_inputs if self.plan.of_inputs else Call.post_backward, self.plan.leads_to)
+        self.state = self.plan.leads_to
 
     def fail(self) -> None:
-        self.move(Call.fail)
+        self.state = StepState.FAILED
 
     def _fail_at_once(self) -> None:
         """A backward that is refused counts as one of the step: gradients of those before it are incomplete."""
@@ -279,15 +223,13 @@ class Step:
             self.num_backwards = 1 if self.state is StepState.FINISHED else self.num_backwards + 1
         self.fail()
 
-    def finished(self) -> None:
-        self.move(Call.finish_grad_sync)
-
     def zero_grad(self) -> None:
-        self.move(Call.zero_grad)
+        self.check(Call.zero_grad)
+        self.state = StepState.IDLE
         self.num_backwards, self.has_sums = 0, False
 
     def update(self, *, installs: bool) -> None:
-        self.move(Call.update)
+        self.check(Call.update)
         self.is_installed &= installs
 
     def weights_installed(self) -> None:

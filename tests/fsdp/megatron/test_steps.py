@@ -128,7 +128,7 @@ MUTANTS = of_slips(
         fsdp.runtime.step.Step.check_installed: lambda *_, **__: None
         postponing / optim
     steps with what is there: A step that is told not to finish gradients steps all the same
-        fsdp.runtime.step.TRANSITIONS: {of: row | {Call.update: (of,)} for of, row in TRANSITIONS.items()}
+        fsdp.runtime.step.REFUSALS: {pair: why for pair, why in REFUSALS.items() if pair[1] is not Call.update}
         unsynced
     gradients are scaled in vain: scale_gradients changes nothing
         fsdp.update.norms.scale_gradients: lambda *_, **__: None
