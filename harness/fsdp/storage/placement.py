@@ -79,16 +79,6 @@ OPERATIONS: Mapping[tuple[Placement, Placement], Operation] = {
 }
 
 
-def operation(before: Placement, after: Placement) -> Operation | None:
-    """None where both are equal. Raises ValueError where no operation leads there."""
-    if before is after:
-        return None
-    if (before, after) not in OPERATIONS:
-        known = ", ".join(f"{a.value} to {b.value}" for a, b in OPERATIONS)
-        raise ValueError(f"no operation takes a buffer from {before.value} to {after.value}; there are {known}")
-    return OPERATIONS[before, after]
-
-
 class On(NamedTuple):
     inner: Placement
     outer: Placement
@@ -115,19 +105,16 @@ class Step:
 
 @cache
 def route(start: On, end: On) -> tuple[Step, ...]:
-    """Operations from `start` to `end`, in order; see [Note: Outer once]. Chunks are left out. Raises ValueError."""
-    for before, after in zip(start, end, strict=True):
-        operation(before, after)
+    """Operations from `start` to `end`, in order; see [Note: Outer once]. Chunks are left out. Raises KeyError where
+    none leads there."""
     steps: list[Step] = []
     now = start
 
     def go(axis: Axis, target: Placement) -> None:
         nonlocal now
-        before, after = now, now._replace(**{axis.value: target})
-        done = operation(getattr(before, axis.value), target)
-        now = after
-        if done is not None and done is not Operation.chunk:
-            steps.append(Step(axis, done, before, after))
+        before, now = now, now._replace(**{axis.value: target})
+        if (held := getattr(before, axis.value)) is not target and OPERATIONS[held, target] is not Operation.chunk:
+            steps.append(Step(axis, OPERATIONS[held, target], before, now))
 
     if now.inner is PARTIAL and end.inner is not PARTIAL:
         go(Axis.inner, SHARD)
@@ -152,17 +139,8 @@ class Placements:
 
     @classmethod
     def of(cls, strategy: Strategy, outer: OuterStrategy | None) -> Placements:
-        """Placements of a trained bucket. outer: None where there is no outer axis of more than one rank. Raises
-        ValueError: gradients would be summed over the outer axis in every microbatch, which nothing does."""
-        found = cls(*(On(*each) for each in zip(ON_INNER[strategy], ON_OUTER[outer], strict=True)))
-        unreduced, accumulated = found.unreduced_grads.outer, found.accumulated_grads.outer
-        if accumulated is not unreduced:
-            raise ValueError(
-                f"ON_OUTER[{outer}]: gradients are {unreduced.value}, and {accumulated.value} once accumulated;"
-                f" the outer axis sums once a step, so that both are {unreduced.value}: let main gradients be"
-                f" {accumulated.value}"
-            )
-        return found
+        """Placements of a trained bucket. outer: None where there is no outer axis of more than one rank."""
+        return cls(*(On(*each) for each in zip(ON_INNER[strategy], ON_OUTER[outer], strict=True)))
 
     @cached_property
     def resting_weights(self) -> On:
