@@ -43,7 +43,7 @@ from harness.fsdp.storage.dtensors import DTensorFactory
 from harness.fsdp.storage.gradients import GradientPlan
 from harness.fsdp.storage.memory import BucketMemory
 from harness.fsdp.storage.param_group import GroupKey, InitialValue, ParamGroup
-from harness.fsdp.storage.parameter_access import slots_of
+from harness.fsdp.storage.parameter_access import Whereabouts, slots_of
 from harness.fsdp.storage.placement import Placements
 from harness.fsdp.tensor_parallel import axis_of
 from harness.fsdp.update.flat_step import FlatStep
@@ -210,6 +210,7 @@ class Engine:
             for param in bucket.views.at_rest:
                 setattr(param, OWNER, weakref.ref(self))
         self.gradients.show(found)
+        self.hooks.whereabouts = Whereabouts(module)
         self.hooks.before_forward = WeakHook(self.weights.bring_up_to_date)
 
     # -- a built engine --------------------------------------------------------------------------------------------

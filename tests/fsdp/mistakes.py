@@ -71,8 +71,8 @@ def _blank_ahead(self: GatherPipeline) -> None:
 
 
 def _is_in_use(memory: BucketMemory, bucket: Tensor) -> bool:
-    turn = memory._placed.get(id(bucket))
-    return bucket.untyped_storage().nbytes() > 0 if turn is None else id(bucket) in turn.filled
+    placed = memory._placed.get(id(bucket))
+    return bucket.untyped_storage().nbytes() > 0 if placed is None else id(bucket) in placed[0].filled
 
 
 def _slots_overlap(self: BucketMemory, bucket: Tensor) -> None:

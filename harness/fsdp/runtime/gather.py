@@ -164,7 +164,7 @@ class GatherPipeline:
         used here: others may come to one that is not much later."""
         to_come = enumerate(self._sweep[self._passed :], self._passed)
         following = unit or next((each for place, each in to_come if place >= self._next or each in self._on_way), None)
-        if following is None or not (unit or following.readiness.is_called):
+        if following is None or (unit is None and following.readiness.is_unused):
             return
         if self._has_room(following) or following in self._on_way:
             self.unshard(following)
@@ -240,21 +240,15 @@ class GatherPipeline:
 
     def hold(self, units: Sequence[Unit]) -> list[Unit]:
         """Have units whole until `let_go`, whatever begins and ends meanwhile; returns those that were not held.
-        *Collective.*
-
-        Raises:
-            ValueError: under double_buffer there is no room for them; none is held then.
-        """
+        *Collective.* Raises ValueError: under double_buffer there is no room for them; none is held then."""
         found = [unit for unit in units if unit not in self._held]
         for unit in sorted(found, key=lambda unit: self.order.index(unit) if unit in self.order else 0):
             if not self.is_whole(unit):
-                if unit not in self._on_way and not self._has_room(unit):
+                try:
+                    self._start_unshard(unit)
+                except ValueError:
                     self.let_go(found)
-                    raise ValueError(
-                        f"unit {unit.name} cannot be whole together with the others that are wanted: double_buffer=True"
-                        " has room for two units. Ask for fewer at a time, or use double_buffer=False"
-                    )
-                self._start_unshard(unit)
+                    raise
                 self._wait_for_unshard(unit)
             self._held.add(unit)
             unit.is_held = True

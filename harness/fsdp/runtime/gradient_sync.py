@@ -135,7 +135,7 @@ class GradientSync:
             each.install_grads(had.get(id(each), set()) | each.add_own_grads())
 
     def finish(self) -> None:
-        """See `FSDPModule.finish_grad_sync`; CopiesPart, too."""
+        """See `FSDPModule.finish_grad_sync`."""
         self.weights.wait()
         self.hooks.recover()
         self.step.check(Call.finish_grad_sync)
@@ -155,7 +155,6 @@ class GradientSync:
             raise self.integers.fixed.overflow(count)
         self.reduce.finish()
         self.step.state = StepState.FINISHED
-        self.same_data.check()
         self._install()
 
     @by_engine

@@ -36,7 +36,7 @@ class Hooks(BackwardHooks):
         super().__init__(units, gather, reduce)
         self.root = units[0]
         self.before_forward: Callable[[], None] = lambda: None
-        self.whereabouts = Whereabouts(self.root.module)
+        self.whereabouts: Whereabouts  # once parameters are sharded
         self._depth = 0  # of forwards of the model inside its own, or inside a method
         self._alone: Unit | None = None  # called outside of the model's forward
         self._num_updates = 0
@@ -127,14 +127,14 @@ class Hooks(BackwardHooks):
         if self.step.in_backward:
             return output
         output = self._own(self.root, output)
-        leaves, number = tensors_with_grad(output), self.step.forward_number
+        leaves = tensors_with_grad(output)
         inside = self._depth > 0
         self.gather.post_forward(backward_follows=bool(leaves) or self.step.made_nodes, inside=inside)
         if not inside:
             for bucket in buckets_of(self.units):
                 bucket.receive()
             self.step.in_forward = False
-        self.watch_outputs(self.root, leaves, forward=number)
+        self.watch_outputs(self.root, leaves)
         return output
 
     def run_as_forward(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -166,7 +166,7 @@ class Hooks(BackwardHooks):
         self.step.running.add(unit.name)
         # under reentrant checkpointing, where the call is recorded in the backward only
         hidden = self.step.in_forward and self.step.with_gradients and not with_gradients
-        call = unit.readiness.begin_call(hidden=hidden, forward=self.step.forward_number)
+        call = unit.readiness.begin_call(hidden=hidden)
         return self._watch_inputs(unit, call, args, kwargs) if with_gradients else None
 
     def _watch_inputs(self, unit: Unit, call: Call, args: Any, kwargs: Any) -> Any:
@@ -181,7 +181,6 @@ class Hooks(BackwardHooks):
             return None
         passed: Any = PassedInputs.apply(WeakHook(self._inputs_passed, unit, call), *inputs)  # type: ignore[no-untyped-call] # torch's
         unit.readiness.watch(call, passed[0].grad_fn)
-        call.inputs = passed
         following = iter(passed)
         args, values = _map_tensors(given, lambda _: next(following))
         return args, dict(zip(kwargs, values, strict=True))
@@ -191,7 +190,7 @@ class Hooks(BackwardHooks):
         tells."""
         if all(all(bucket.views.flags()) for bucket in unit.buckets):
             return None
-        call = Call(self.step.forward_number)
+        call = Call()
         watched = self._watch_inputs(unit, call, args, kwargs)
         if watched is not None:
             unit.readiness.due.add(call)
@@ -202,10 +201,10 @@ class Hooks(BackwardHooks):
             return output
         output, calls = self._own(unit, output), unit.readiness.running
         leaves = tensors_with_grad(output)
-        _refuse_edited(unit, calls[-1])
         self.watch_outputs(unit, leaves, calls[-1])
         if not leaves and torch.is_grad_enabled() and calls[-1].is_unseen:
-            self._keep_unseen(unit)
+            unit.readiness.note_unseen()
+            self.gather.keep(unit)
         if len(calls) == 1 and (unit is not self.gather.last or not leaves):  # it may be called in its own forward
             self.gather.reshard(unit, kept_too=False)
         return output
@@ -218,23 +217,12 @@ class Hooks(BackwardHooks):
             bucket.views.check_untouched()
         return without_weights(output, [bucket.compute for bucket in released]) if released else output
 
-    def _keep_unseen(self, unit: Unit) -> None:
-        unit.readiness.note_unseen()
-        if unit.shares_buffers and not self.gather.is_resident(unit):
-            raise RuntimeError(
-                f"unit {unit.name} takes and gives its tensors where no hook could see them (attributes, closures,"
-                " objects of other kinds): its weights must stay until the backward, and double_buffer=True has no room"
-                " for that. Pass tensors as arguments and results (in tuples, lists, dicts, dataclasses), or use"
-                " double_buffer=False; what needs no gradient belongs under torch.no_grad()"
-            )
-        self.gather.keep(unit)
-
     def _forward_left(self, unit: Unit, module: nn.Module | None, args: Any, output: Any) -> None:
         if self.step.in_backward:
             return
         calls = unit.readiness.running
         if calls:
-            calls.pop().inputs = ()
+            calls.pop()
         if calls:
             return
         raised = sys.exc_info()[1] is not None
@@ -267,16 +255,6 @@ class Hooks(BackwardHooks):
                 self._forward_left(unit, None, (), None)
         self._depth = 0
         self._forward_left(self.root, None, (), None)
-
-
-def _refuse_edited(unit: Unit, call: Call) -> None:
-    node = call.identity()
-    if any(given.grad_fn is not node for given in call.inputs):
-        raise RuntimeError(
-            f"unit {unit.name} edited an input in place: its caller would use the tensor without the history of the"
-            " edit. Edit a copy, x = x.clone(), or use the operation that makes a new tensor (relu for relu_, x + y for"
-            " x.add_(y))"
-        )
 
 
 def abandon(

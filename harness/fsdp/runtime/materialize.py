@@ -17,9 +17,8 @@ from torch import Tensor, nn
 
 from harness.fsdp.comm.mesh import Meshes
 from harness.fsdp.runtime.units import is_expert
-from harness.fsdp.storage.at_rest import SHARDED
 from harness.fsdp.storage.param_group import InitialValue, ParamGroup
-from harness.fsdp.storage.parameter_access import slots_of
+from harness.fsdp.storage.parameter_access import SHARDED, slots_of
 from harness.fsdp.tensor_parallel import real, values_here
 from harness.private_torch import parameters_of
 
@@ -95,7 +94,6 @@ def reset_by_module(module: nn.Module, buckets: Sequence[ParamGroup], meshes: Me
                 is_cut = not tp_shard.is_whole and tuple(value.shape) == tp_shard.here
                 alike = meshes.dense.everyone if is_cut else meshes.everyone
                 bucket.set_value(slot, alike.from_first(value, f"initial {slot.spec.name}"))
-            bucket.point_at_weights()
             bucket.views.forget_edits()  # a tied one is reset again: of no effect, yet it counts as written to
 
 

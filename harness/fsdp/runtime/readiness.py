@@ -17,14 +17,8 @@ Reentrant activation checkpointing runs the forward without gradients and later 
 backward: the outer graph holds none of its nodes. Such calls are counted, and a unit waits until each was computed
 again and brought a gradient to every parameter, or until the backward ends.
 
-A unit of which autograd knows nothing may still get gradients that way, but only from a call in a forward that this
-backward goes through. Calls in other ones (an evaluation, a loss that was given up or has a backward of its own) do not
-count: while a rank waits for what never comes, its reductions hold up ranks that use other units, and these hold up its
-gathers. Where no call that autograd knows tells which forwards those are, the forward is taken whose output the
-backward came to first; or, where a call without gradients may be computed again, all count.
-
-A unit computes with aliases of its inputs, whose history begins at the engine's node. They share storage and version
-counter, so that an edit in place (`F.relu_(x)`) would change the caller's tensor and not its history: it is refused.
+A unit of which autograd knows nothing, and which has no such call, is not used in this backward: while a rank waits for
+what never comes, its reductions hold up ranks that use other units, and these hold up its gathers.
 """
 
 from __future__ import annotations
@@ -47,7 +41,7 @@ class PassedInputs(torch.autograd.Function):
     def forward(ctx: Any, notify: Callable[[], None], *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.notify = notify
         ctx.set_materialize_grads(False)  # an input without a gradient must not get a zero one
-        return tuple([each.detach() for each in inputs])  # torch would not say which unit edits what it gets as it is
+        return inputs
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -56,12 +50,10 @@ class PassedInputs(torch.autograd.Function):
 
 
 class Call:
-    """One call of a unit. forward: number of the model's forward, 0 outside."""
+    """One call of a unit."""
 
-    def __init__(self, forward: int) -> None:
-        self.forward = forward
+    def __init__(self) -> None:
         self.begin = next_number()
-        self.inputs: Sequence[Tensor] = ()  # aliases of what has gradients, while its forward runs
         self.identity: Callable[[], Any] = lambda: None  # node on the inputs, as long as its graph lives
 
     @property
@@ -87,17 +79,14 @@ class Readiness:
         self._inside: set[Call] = set()  # entered, and not passed
         self._arrived: set[int] = set()
         self.hidden_calls = 0  # under no_grad inside a forward with gradients
-        self._called_in: set[int] = set()  # numbers of forwards; 0: in none
         self._is_reached = False
-        self.is_called = False  # by a forward of this backward, as far as is known
         self.is_due_once = True  # this backward comes to at most one call
 
     # -- calls -----------------------------------------------------------------------------------------------------
 
-    def begin_call(self, *, hidden: bool, forward: int) -> Call:
-        self._called_in.add(forward)
+    def begin_call(self, *, hidden: bool) -> Call:
         self.hidden_calls += hidden
-        call = Call(forward)
+        call = Call()
         self.running.append(call)
         return call
 
@@ -130,10 +119,6 @@ class Readiness:
         self._due_params = {id(param) for param in trained} & due
         self._is_reached = bool(self.due or self._due_params)
         self.is_due_once = len(self.due) + len(self._unseen) <= 1
-
-    def note_forwards(self, numbers: Set[int]) -> None:
-        """Forwards that this backward goes through; empty: unknown."""
-        self.is_called = bool(self._called_in & {*numbers, 0} if numbers else self._called_in)
 
     def enter(self, call: Call) -> None:
         self._inside.add(call)
@@ -174,7 +159,7 @@ class Readiness:
 
     @property
     def is_unused(self) -> bool:
-        return not self._is_reached and not self.is_called
+        return not (self._is_reached or self.hidden_calls or self._unseen)
 
     @property
     def is_over(self) -> bool:
@@ -184,20 +169,12 @@ class Readiness:
 
 
 @by_engine
-def begin_backward(units: Sequence[Readiness], forward: int = 0) -> None:
-    """Ask autograd what it will reach in these units; inside a hook of the backward.
-
-    forward: number of the model's forward, if the hook stands on its outputs. Raises RuntimeError: see `due_among`.
-    """
+def begin_backward(units: Sequence[Readiness]) -> None:
+    """Ask autograd what it will reach in these units; inside a hook of the backward. Raises as `due_among`."""
     trained = [[param for param in unit.params if param.requires_grad] for unit in units]
     due = {id(param) for param in due_among([param for of_unit in trained for param in of_unit])}
     for unit, of_unit in zip(units, trained, strict=True):
         unit.pre_backward(of_unit, due)
-    forwards = {call.forward for unit in units for call in unit.due}
-    if not forwards and forward and not any(unit.hidden_calls for unit in units):
-        forwards = {forward}  # in which this rank uses no unit, most likely
-    for unit in units:
-        unit.note_forwards(forwards)
 
 
 class _Above(torch.autograd.Function):

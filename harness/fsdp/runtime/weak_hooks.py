@@ -6,9 +6,7 @@ with modules, parameters and graphs, look so at the engine. Nothing of it is a c
 `ShardedModel` and the module, every bucket is freed at once, without the garbage collector and without `close()`.
 
 `unit.compile()`, `torch.compile(unit)` and the like take in what a module's call does, its hooks too; collectives
-cannot be traced. torch.compiler.disable would say so, at the price of a call more for each hook, and of importing the
-compiler. What it rests on is set here at once, on the function that all hooks go through: an attribute, which ends a
-graph where the hook is called, and the rule for its code, by which nothing below is compiled.
+cannot be traced, so that a graph ends where a hook is called.
 
 "Optimizer in backward" updates a parameter as soon as its gradient is accumulated. In a sharded model that gradient is
 of this rank alone, and on its way to the others: ranks would part, or the update would be lost with gathered weights.

@@ -153,11 +153,9 @@ class Weights:
             self.install()
 
     def _units_of(self, wanted: nn.Module | None) -> list[Unit]:
-        """Raises TypeError where it is no module, ValueError where a parameter of it is not the model's."""
+        """Raises ValueError where a parameter of it is not the model's."""
         if wanted is None:
             return list(self.units)
-        if not isinstance(wanted, nn.Module):
-            raise TypeError(f"unsharded({wanted!r}): give a module, as model.get_submodule(name), or nothing for all")
         params = {id(param) for param in wanted.parameters()}
         found = [unit for unit in self.units if params & _params_in(unit)]
         if not params <= set().union(*map(_params_in, found)):

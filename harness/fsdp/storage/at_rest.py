@@ -25,14 +25,13 @@ from harness.fsdp.storage.gradients import Gradients
 from harness.fsdp.storage.param_group import ParamGroup
 from harness.fsdp.storage.parameter_access import (
     HOME,
+    SHARDED,
     WATCH,
     ModuleSlot,
     by_engine,
     grad_of,
     is_metadata,
     put_grad,
-    refuse_tied,
-    refuse_unknown,
 )
 from harness.fsdp.storage.superseded import superseding
 from harness.private_torch import (
@@ -47,7 +46,6 @@ from harness.private_torch import (
     without_torch_function,
 )
 
-SHARDED = "_fsdp_sharded"
 LOCATION = "_fsdp_location"
 """Attribute of a sharded parameter: a weak reference to its `ShardedParameters`, and its index in the bucket."""
 (_UNKEPT,) = [getrefcount(held) for _, held in enumerate([object()])]
@@ -219,7 +217,6 @@ class ShardedParameters:
         held = [(slot, param, sharded) for param, sharded, _ in self._pairs for slot in slots[id(param)]]
         self._held = [(slot.held, slot.name, param, sharded) for slot, param, sharded in held if slot.is_plain]
         self._put = [each for each in held if not each[0].is_plain]
-        self._slots = [(slots[id(param)], param, sharded) for param, sharded in both]
         self._locals = [local_tensor(param) if isinstance(param, RaggedTensor) else None for param in self.params]
         self._forget_views()
         self.shows_unsharded = True
@@ -280,17 +277,6 @@ class ShardedParameters:
                     param.requires_grad_(sharded.requires_grad)
 
     def check(self) -> None:
-        for slots, param, sharded in self._slots:
-            for slot in slots:
-                held = slot.param
-                if held is sharded or held is param or held is None:
-                    continue
-                name, other = getattr(param, HOME)[0], getattr(held, HOME, None)
-                if other is None:
-                    refuse_unknown(name, "replaced")
-                place = location_of(held)
-                if sharded_of(held) is not held or (place is not None and place[0].unsharded[place[1]] is not held):
-                    refuse_tied(name, other[0])
         for param, local, (name, _) in zip(self.params, self._locals, self.bucket.params, strict=True):
             if local is not None and local_of(param) is not local:
                 raise RuntimeError(
@@ -327,7 +313,7 @@ class ShardedParameters:
             if held is not None and getrefcount(held) > _UNKEPT and index not in shown:
                 self.grads[index], self._references[index] = None, 0
                 set_apart(held)
-        known = gradients.own_references + gradients.num_open_gaps + sum(self._references)
+        known = gradients.own_references + sum(self._references)
         if not shown and references_to(gradients.main_storage) > known:
             gradients.renew()
             self._forget_views()

@@ -85,7 +85,7 @@ class Gradients:
         self._unwritten: set[int] = set()
         self._views: list[Tensor] = []
         self._waits = False
-        self._gaps: list[Tensor] = []
+        self._has_gaps = False  # between parameters of the bucket, which are to be zeroed
         self._blank: Tensor | None = None
         self._waiting: dict[int, Tensor] = {}
         self._main: Tensor | None = None
@@ -116,11 +116,6 @@ class Gradients:
     def _count_references(self, main: Tensor) -> None:
         self.main_storage: int = StorageWeakRef(main.untyped_storage()).cdata
         self.own_references = references_to(self.main_storage)
-
-    @property
-    def num_open_gaps(self) -> int:
-        """Views of the main gradients' storage that wait to be zeroed."""
-        return len(self._gaps) if self.is_in_place and self._main is None else 0
 
     def renew(self) -> None:
         """Leave the memory of main gradients to whoever keeps views of it. Raises RuntimeError for a user buffer."""
@@ -158,10 +153,10 @@ class Gradients:
     def prepare(self) -> None:
         if not self.is_prepared:
             bucket = self.memory.take(self.layout.bucket_numel, self.arriving)
-            self._gaps = [bucket[begin:end] for begin, end in self.layout.gaps]
+            self._view(bucket)
+            self._has_gaps = True
             if not self._waits:
                 self._close_gaps()
-            self._view(bucket)
         for index, param in enumerate(self.params if not self.concat else ()):
             if grad_of(param) is not None or index not in self._unwritten:
                 self.copy_in(index)
@@ -207,8 +202,7 @@ class Gradients:
         if not waiting:
             self._close_gaps()
             return
-        gaps, self._gaps = self._gaps, []
-        came = list(waiting.values())
+        gaps, came = self._take_gaps(), list(waiting.values())
         copy_together([*(self._views[index] for index in waiting), *gaps], [*came, *self._zeros_for(gaps, came[0])])
         self._unwritten -= waiting.keys()
         for index in waiting:
@@ -216,9 +210,12 @@ class Gradients:
                 self.copy_in(index)
 
     def _close_gaps(self) -> None:
-        gaps, self._gaps = self._gaps, []
-        if gaps:
+        if gaps := self._take_gaps():
             copy_together(gaps, self._zeros_for(gaps, gaps[0]))
+
+    def _take_gaps(self) -> list[Tensor]:
+        has_gaps, self._has_gaps = self._has_gaps, False
+        return [self.bucket[b:e] for b, e in self.layout.gaps] if has_gaps and self.bucket is not None else []
 
     def _zeros_for(self, gaps: Sequence[Tensor], like: Tensor) -> list[Tensor]:
         """Zeros that one launch copies into the gaps beside the gradients."""
@@ -229,8 +226,7 @@ class Gradients:
 
     def open_gaps(self) -> None:
         """Zero the gaps again before the next reduction: a factor that is not finite has spoiled them."""
-        if self.is_in_place:
-            self._gaps = [self.sums[begin:end] for begin, end in self.layout.gaps]
+        self._has_gaps |= self.is_in_place
 
     def copy_in(self, index: int) -> None:
         if not self.concat:

@@ -27,50 +27,32 @@ ALIGN_BYTES = 256
 
 
 class SharedBuffer:
-    """Memory that grows while units are placed in it, and never after.
+    """Memory that grows while units are placed in it, and never after. Units take turns in it.
 
-    nbytes: its size. user: the unit that has its turn.
+    nbytes: its size. user: number of the unit that has its turn. filled: addresses of that unit's buckets in use.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.nbytes = 0
-        self.user: Turn | None = None
-        self.storage = torch.empty(0, dtype=torch.uint8, device=device).untyped_storage()
-
-
-class Turn:
-    """One unit's part in a shared buffer, which it has from `begin` to `end`.
-
-    filled: addresses of its buckets whose contents the buffer has now.
-    """
-
-    def __init__(self, buffer: SharedBuffer) -> None:
+        self.user: int | None = None
         self.filled: set[int] = set()
-        self._buffer = buffer
-        self._cursor = 0
+        self.storage = torch.empty(0, dtype=torch.uint8, device=device).untyped_storage()
+        self.cursor = 0  # in the unit being built
 
     def place(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A tensor behind those placed before, whose contents are undefined; the turn has begun."""
-        end = self._cursor + -(-numel * dtype.itemsize // ALIGN_BYTES) * ALIGN_BYTES
-        if end > self._buffer.nbytes:
-            self._buffer.storage.resize_(end)
-            self._buffer.nbytes = end
-        bucket = torch.empty(0, dtype=dtype, device=self._buffer.device)
-        bucket.set_(self._buffer.storage, self._cursor // dtype.itemsize, (numel,), (1,))
-        self._cursor = end
+        """A tensor behind those placed before, whose contents are undefined."""
+        end = self.cursor + -(-numel * dtype.itemsize // ALIGN_BYTES) * ALIGN_BYTES
+        if end > self.nbytes:
+            self.storage.resize_(end)
+            self.nbytes = end
+        bucket = torch.empty(0, dtype=dtype, device=self.device)
+        bucket.set_(self.storage, self.cursor // dtype.itemsize, (numel,), (1,))
+        self.cursor = end
         return bucket
 
-    @property
-    def can_begin(self) -> bool:
-        return self._buffer.user is None or self._buffer.user is self
-
-    def begin(self) -> None:
-        self._buffer.user = self
-
-    def end(self) -> None:
-        if self._buffer.user is self:
-            self._buffer.user = None
+    def has_room_for(self, unit: int) -> bool:
+        return self.user is None or self.user == unit
 
 
 class BucketMemory:
@@ -98,8 +80,9 @@ class BucketMemory:
         self.live_bytes = self.peak_bytes = 0
         self._spare: list[Tensor] = []
         self._shared: list[SharedBuffer] = []
-        self._placed: dict[int, Turn] = {}  # by address of the tensor object: buckets that lie in a shared buffer
-        self._turn: Turn | None = None  # slot of the double buffer for the unit being built
+        # by address of the tensor object: buckets that lie in a shared buffer, and the numbers of their units
+        self._placed: dict[int, tuple[SharedBuffer, int]] = {}
+        self._buffer: SharedBuffer | None = None  # of the unit being built
         self._num_units = 0
 
     # -- weights -------------------------------------------------------------------------------------------------
@@ -110,22 +93,18 @@ class BucketMemory:
         if shares and self.fixed:
             if len(self._shared) < 2:
                 self._shared.append(SharedBuffer(self.device))
-            self._turn = Turn(self._shared[self._num_units % 2])
-            self._turn.begin()
+            self._buffer = self._shared[self._num_units % 2]
+            self._buffer.cursor = 0
             self._num_units += 1
-        try:
-            yield
-        finally:
-            if self._turn is not None:
-                self._turn.end()
-            self._turn = None
+        yield
+        self._buffer = None
 
     def transient(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A bucket for gathered weights, shape [numel]: to be emptied when views of it are made."""
-        if self._turn is not None:
+        if self._buffer is not None:
             with self.allocating():
-                bucket = self._turn.place(numel, dtype)
-            self._placed[id(bucket)] = self._turn
+                bucket = self._buffer.place(numel, dtype)
+            self._placed[id(bucket)] = self._buffer, self._num_units
             self.live_bytes = self.peak_bytes = sum(each.nbytes for each in self._shared)
             return bucket
         return torch.empty(numel, dtype=dtype, device=self.device)
@@ -156,26 +135,26 @@ class BucketMemory:
         return zeros.pin_memory() if is_queued(self.device) else zeros
 
     def has_room(self, bucket: Tensor) -> bool:
-        turn = self._placed.get(id(bucket))
-        return turn is None or turn.can_begin
+        placed = self._placed.get(id(bucket))
+        return placed is None or placed[0].has_room_for(placed[1])
 
     def refill(self, bucket: Tensor) -> None:
-        """Give a bucket whose storage was emptied its storage back, uninitialised. Raises ValueError: its place is
-        taken: more than two units are wanted at once."""
-        turn = self._placed.get(id(bucket))
-        if turn is not None:
-            if not turn.can_begin:
+        """Give a bucket its storage back, uninitialised. Raises ValueError: its place is taken: more than two units are
+        wanted at once."""
+        if (placed := self._placed.get(id(bucket))) is not None:
+            if not placed[0].has_room_for(placed[1]):
                 raise ValueError(
                     "a third unit's weights are wanted while both buffers are in use: under double_buffer at most two"
                     " units are alive, and neighbours take turns. Units that run inside one another or far out of"
                     " order need double_buffer=False"
                 )
-            turn.begin()
-            turn.filled.add(id(bucket))
+            placed[0].user = placed[1]
+            placed[0].filled.add(id(bucket))
             return
-        with self.allocating():
-            bucket.untyped_storage().resize_(bucket.numel() * bucket.itemsize)
-        self.note(bucket)
+        if not bucket.untyped_storage().nbytes():
+            with self.allocating():
+                bucket.untyped_storage().resize_(bucket.numel() * bucket.itemsize)
+            self.note(bucket)
 
     # -- gradients -----------------------------------------------------------------------------------------------
 
@@ -216,13 +195,17 @@ class BucketMemory:
         while self._spare and not self.fixed:
             self.free(self._spare.pop())
 
+    def release(self, bucket: Tensor) -> None:
+        """Free a bucket that is filled again. Its memory stays where numpy has seen it and may hold it."""
+        if bucket.untyped_storage().resizable() or id(bucket) in self._placed:
+            self.free(bucket)
+
     def free(self, bucket: Tensor) -> None:
         """Empty a bucket's storage, or leave its place to others; freeing one twice does nothing."""
-        turn = self._placed.get(id(bucket))
-        if turn is not None:
-            turn.filled.discard(id(bucket))
-            if not turn.filled:
-                turn.end()
+        if (placed := self._placed.get(id(bucket))) is not None:
+            placed[0].filled.discard(id(bucket))
+            if not placed[0].filled:
+                placed[0].user = None
             return
         storage = bucket.untyped_storage()
         if nbytes := storage.nbytes():
@@ -231,14 +214,6 @@ class BucketMemory:
                 storage.resize_(0)
             else:  # shared memory, which is free when no view of it is left
                 bucket.set_(torch.UntypedStorage(0), 0, (0,), (1,))
-
-    def renew(self, bucket: Tensor) -> bool:
-        """Give a bucket other storage where its own cannot be emptied any more, because numpy has seen it and may hold
-        it: that is freed when nobody does. Whether this was so; views are of the old storage then."""
-        if bucket.untyped_storage().resizable() or id(bucket) in self._placed:
-            return False
-        bucket.set_(torch.empty_like(bucket).untyped_storage(), 0, bucket.shape, bucket.stride())
-        return True
 
     def reset_peak(self) -> None:
         self.peak_bytes = self.live_bytes

@@ -118,7 +118,7 @@ class ParamGroup:
         if initial is not None:
             for slot in self.layout.slots:
                 self.set_value(slot, initial(slot.spec.name, torch.Size(self.tp_shard_of(slot).shape)))
-        self.point_at_weights()
+        self.views.point()
         if self.gradients is not None and self.codec is not None:
             self.gradients.first_may_wait = False  # in the dtype of the weight; it may come before a hook knows
             self.gradients.expect()
@@ -244,20 +244,17 @@ class ParamGroup:
             with events.waiting(self.label):
                 pending.wait()
             self.is_whole = True
-        self.point_at_weights()
+        self._show_whole()
 
     def reshard(self) -> None:
         """Drop gathered weights; nobody can read the parameters then."""
         self.is_whole = False
-        if self.memory.renew(self.compute):
-            self.views.unsharded = views_of(self.compute, self.layout)
-        self.memory.free(self.compute)
-        self.point_at_weights()
+        self.memory.release(self.compute)
+        self._show_whole()
 
-    def point_at_weights(self) -> None:
-        """Let unsharded parameters be views of the compute weights, and show them; sharded ones without any."""
+    def _show_whole(self) -> None:
+        """Show unsharded parameters where they have values, else sharded ones."""
         sharded = self.views.sharded()
-        self.views.point()
         if sharded is not None and sharded.shows_unsharded is not self.is_whole:
             sharded.show(unsharded=self.is_whole)
 

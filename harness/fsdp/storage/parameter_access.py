@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import Any, NoReturn, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 HOME = "_fsdp_home"  # attribute of a parameter, sharded or not: its first name and its unit's, for messages
+SHARDED = "_fsdp_sharded"  # attribute of an unsharded parameter: its sharded one
 WATCH = "_fsdp_watch"  # attribute of a trained unsharded parameter: registers a hook of the program on it
 CHECKPOINTED = "_checkpoint_wrapped_module."  # which torch's checkpoint_wrapper puts into names of parameters
 _GRAD: Any = Tensor.grad  # torch's own descriptor: its functions run for every parameter, and often
@@ -93,8 +94,8 @@ def slots_of(module: nn.Module) -> dict[int, list[ModuleSlot]]:
 
 
 class Whereabouts:
-    """Names of parameters, and identities of submodules, as they were when the module was sharded: pruning,
-    parametrizations and code that writes into `_parameters` change them.
+    """Names and identities of parameters and submodules, as they were when the module was sharded: pruning,
+    parametrizations, tied weights and code that writes into `_parameters` change them.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -111,8 +112,10 @@ class Whereabouts:
                 self._have[place] = have
 
 
-def _contents(part: nn.Module) -> tuple[list[str], list[int]]:
-    return list(parameters_of(part).keys()), list(map(id, part.children()))
+def _contents(part: nn.Module) -> tuple[list[str], list[int], list[int]]:
+    params = parameters_of(part)
+    held = [id(getattr(param, SHARDED, param)) for param in params.values()]
+    return list(params.keys()), held, list(map(id, part.children()))
 
 
 def check_names(module: nn.Module, path: str = "") -> None:
@@ -123,27 +126,17 @@ def check_names(module: nn.Module, path: str = "") -> None:
     for name, param in module.named_parameters(path):
         home: tuple[str, str] | None = getattr(param, HOME, None)
         if home is None:
-            refuse_unknown(name, "added")
+            raise RuntimeError(
+                f"{name} was added or replaced after sharding: the engine would neither train nor save the new"
+                " parameters. Change the module before it is sharded; or write values into the parameters it has,"
+                " inside `with model.unsharded():`"
+            )
         if home[0].replace(CHECKPOINTED, "") != name.replace(CHECKPOINTED, ""):
             raise RuntimeError(
-                f"parameter {home[0]} is called {name} since it was sharded, and its state goes by the first name:"
+                f"parameter {home[0]} is called {name} since it was sharded, and its state goes by the first name: tie,"
                 " prune, parametrize or rearrange modules before they are sharded; or undo it (prune.remove,"
                 " remove_parametrizations) before state is saved or loaded"
             )
-
-
-def refuse_tied(name: str, other: str) -> NoReturn:
-    raise RuntimeError(
-        f"parameter {name} has become {other} since it was sharded, and {other} is gathered for the modules that had it"
-        " then: tie weights (b.weight = a.weight, tie_weights()) before the model is sharded"
-    )
-
-
-def refuse_unknown(name: str, how: str) -> NoReturn:
-    raise RuntimeError(
-        f"{name} was {how} after sharding: the engine would neither train nor save the new parameters. Change the"
-        " module before it is sharded; or write values into the parameters it has, inside `with model.unsharded():`"
-    )
 
 
 # -- unsharded parameters ----------------------------------------------------------------------------------------------
@@ -155,7 +148,6 @@ class ParameterViews:
         # where torch itself counts the edits of all
         self._bare = [] if any(isinstance(param, DTensor) for _, param in params) else [param for _, param in params]
         self.unsharded: list[Tensor] = []
-        self._pointed_at: list[Tensor] = []
         self._versions: list[int] = []
         # a weak reference to the bucket's `ShardedParameters`, once the model is built
         self.sharded: Callable[[], Any] = lambda: None
@@ -164,11 +156,10 @@ class ParameterViews:
 
     @by_engine
     def point(self) -> None:
-        if self._pointed_at is not self.unsharded:
-            self._pointed_at = self.unsharded
-            point = put_data if self._bare else point_at
-            for (_, param), target in zip(self._params, self.unsharded, strict=True):
-                point(param, target)
+        """Let unsharded parameters be views of the compute weights."""
+        point = put_data if self._bare else point_at
+        for (_, param), target in zip(self._params, self.unsharded, strict=True):
+            point(param, target)
 
     @property
     def at_rest(self) -> list[nn.Parameter]:
@@ -176,7 +167,7 @@ class ParameterViews:
 
     @by_engine
     def check_untouched(self) -> None:
-        if self._bare and all(map(_is_same, self._bare, self._pointed_at)):
+        if self._bare and all(map(_is_same, self._bare, self.unsharded)):
             return
         for (name, param), view in zip(self._params, self.unsharded, strict=True):
             if not _is_same(values_here(param), view):
