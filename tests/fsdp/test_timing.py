@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 from unittest import mock
@@ -16,57 +16,38 @@ import torch
 from torch import Tensor, nn
 
 from harness.fsdp import Observer, fully_shard
-from harness.fsdp.comm.communicator import Pending
-from harness.fsdp.comm.reduction import Exchange, Reduction
-from harness.fsdp.runtime.readiness import Readiness
 from harness.fsdp.storage.memory import BucketMemory
 from harness.fsdp.vocabulary import Transport
 from harness.shm.transfer import Transfer, Transport as Shared
 from tests.fsdp.pairs import STRATEGIES, Pair, arguments_of
 from tests.fsdp.trial import TRANSPORTS
 from tests.support.covering import Cover, once
-from tests.support.mutants import each
+from tests.support.mutants import each, slips
 from tests.support.spawn import run_ranks
 
 LONGEST_S = 0.004
 
 
-class Delays:
-    """Short sleeps before some calls on some ranks.
+@contextmanager
+def delayed(rank: int, seed: int, module: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Short sleeps before some collectives and updates, and after some forwards of parts of a module."""
+    source = random.Random(1_000 * seed + rank)
 
-    Args:
-        share: of calls that are delayed. ranks: None for all.
-    """
+    def sleep(*_: Any) -> None:
+        if source.random() < 0.3:
+            time.sleep(source.random() * LONGEST_S)
 
-    def __init__(self, rank: int, seed: int, *, share: float = 0.3, ranks: Sequence[int] | None = None) -> None:
-        self._random = random.Random(1_000 * seed + rank)
-        self._share = share if ranks is None or rank in ranks else 0.0
-
-    def __call__(self, *_: Any) -> None:
-        if self._random.random() < self._share:
-            time.sleep(self._random.random() * LONGEST_S)
-
-    @contextmanager
-    def before_collectives(self) -> Iterator[None]:
-        """Before any logical collective is issued."""
-        observer = Observer()
-        observer.collective = self  # type: ignore[method-assign]
-        observer.attach()
-        try:
-            yield
-        finally:
-            observer.detach()
-
-    @contextmanager
-    def around(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        """After any forward of any part of a module, and before an optimizer's update."""
-        handles = [each.register_forward_hook(lambda *_: self()) for each in module.modules()]
-        handles.append(optimizer.register_step_pre_hook(lambda *_: self()))  # type: ignore[arg-type]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+    observer = Observer()
+    observer.collective = sleep  # type: ignore[method-assign]
+    observer.attach()
+    handles = [each.register_forward_hook(sleep) for each in module.modules()]
+    handles.append(optimizer.register_step_pre_hook(sleep))
+    try:
+        yield
+    finally:
+        observer.detach()
+        for handle in handles:
+            handle.remove()
 
 
 def _poison(tensor: Tensor | None) -> None:
@@ -80,31 +61,21 @@ def _poison(tensor: Tensor | None) -> None:
 def poisoned_buffers() -> Iterator[None]:
     """What is freed, given back, or about to be reused, holds NaN: nobody may read it, nor count on what it held."""
 
-    def before(name: str, poison: Callable[..., None]) -> Any:
+    def poisoning(name: str) -> Any:
         original = getattr(BucketMemory, name)
 
         def call(self: BucketMemory, *args: Any) -> Any:
-            poison(*args)
-            return original(self, *args)
+            if name in ("free", "give_back"):
+                _poison(args[0])
+            found = original(self, *args)
+            if name in ("take", "refill"):
+                _poison(found if name == "take" else args[0])
+            return found
 
-        return mock.patch.object(BucketMemory, name, call)
+        return call
 
-    take, refill = BucketMemory.take, BucketMemory.refill
-
-    def poisoned_take(self: BucketMemory, *args: Any) -> Tensor:
-        bucket = take(self, *args)
-        _poison(bucket)
-        return bucket
-
-    def poisoned_refill(self: BucketMemory, bucket: Tensor) -> None:
-        refill(self, bucket)
-        _poison(bucket)
-
-    with (
-        before("free", _poison),
-        before("give_back", _poison),
-        mock.patch.object(BucketMemory, "take", poisoned_take),
-        mock.patch.object(BucketMemory, "refill", poisoned_refill),
+    with mock.patch.multiple(
+        BucketMemory, **{name: poisoning(name) for name in ("free", "give_back", "take", "refill")}
     ):
         yield
 
@@ -143,12 +114,6 @@ class Branching(nn.Module):
             x = unit(x)
         head: Tensor = self.head(x)
         return head
-
-    def shuffle(self, source: random.Random) -> None:
-        """Draw a new order for every unit."""
-        for unit in self.units:
-            assert isinstance(unit, Branches)
-            source.shuffle(unit.order)
 
 
 STEPS = 3
@@ -247,16 +212,14 @@ def run_one(rank: int, size: int, case: Case, disturbance: Disturbance) -> Bits:
             transport=case.transport,
             grad_divisor=size * case.k,
         )
-        if disturbance.delays is not None:
-            delays = Delays(rank, disturbance.delays, ranks=disturbance.late)
-            stack.enter_context(delays.before_collectives())
-            stack.enter_context(delays.around(model, optimizer))
+        if disturbance.delays is not None and rank in (disturbance.late or range(size)):
+            stack.enter_context(delayed(rank, disturbance.delays, model, optimizer))
         order = random.Random(100 + rank)
         bits = Bits([], [], {})
         for step in range(STEPS):
             for index in range(case.k):
-                if disturbance.shuffled:
-                    model.shuffle(order)
+                for unit in model.units if disturbance.shuffled else ():
+                    order.shuffle(unit.order)  # type: ignore[arg-type] # which every unit has
                 generator = torch.Generator().manual_seed(100 * step + 10 * index + rank)
                 wrapped.set_model_auto_sync(index == case.k - 1)
                 loss = wrapped(torch.randn(2, 12, generator=generator)).square().mean()
@@ -292,43 +255,7 @@ def test_disturbances_change_no_bit(trial: Trial) -> None:
 
 
 @contextmanager
-def frees_before_others_have_taken() -> Iterator[None]:
-    """`wait` returns when this rank has what it gets, and does not wait for what others read in place."""
-    with mock.patch.object(Transfer, "is_done", property(lambda self: not self.missing)):
-        yield
-
-
-@contextmanager
-def sums_before_all_has_come() -> Iterator[None]:
-    """Contributions are summed without waiting for the collective that brings them."""
-    fold = Reduction.fold
-
-    def unwaited(self: Reduction, exchange: Exchange, into: list[Tensor], *, add: bool) -> None:
-        _KEPT.append(exchange.pending)
-        exchange.pending = Pending([])
-        fold(self, exchange, into, add=add)
-
-    with mock.patch.object(Reduction, "fold", unwaited):
-        yield
-
-
-_KEPT: list[Any] = []
-
-
-@contextmanager
-def is_over_at_the_last_parameter() -> Iterator[None]:
-    """A unit counts as over when the parameter that autograd reaches last in definition order has its gradient."""
-
-    def is_over(self: Readiness) -> bool:
-        return bool(self.params) and id(self.params[0]) in self._arrived
-
-    with mock.patch.object(Readiness, "is_over", property(is_over)):
-        yield
-
-
-@contextmanager
 def reads_without_being_told() -> Iterator[None]:
-    """Where a peer's data lies is remembered from the last time, and read before the peer says that it is there."""
     known: dict[tuple[int, int, int], list[int]] = {}
     advance = Shared._advance
 
@@ -346,48 +273,49 @@ def reads_without_being_told() -> Iterator[None]:
         yield
 
 
-@dataclass(frozen=True)
-class Mutant:
-    engine: Callable[[], Any]
-    case: Case
-    by: Disturbance
-
-
 SHARED, MESSAGES = TRANSPORTS
-MUTANTS = {
-    "poison": Mutant(
-        frees_before_others_have_taken,
-        Case("optim_grads", "fast", 2, SHARED),
-        Disturbance(delays=4, late=(1,), poisoned=True),
-    ),
-    "delays of collectives": Mutant(
-        sums_before_all_has_come, Case("optim_grads", "fast", 1, MESSAGES), Disturbance(delays=5, late=(1,))
-    ),
-    "delays between replicas": Mutant(  # of two ranks each is a replica: only the outer axis sends
-        sums_before_all_has_come, Case("optim_grads", "fast", 1, MESSAGES, "optim"), Disturbance(delays=5, late=(1,))
-    ),
-    "delays of updates": Mutant(
-        reads_without_being_told, Case("optim", "fast", 1, SHARED), Disturbance(delays=6, late=(1,))
-    ),
-    "readiness": Mutant(
-        is_over_at_the_last_parameter, Case("optim_grads", "fast", 1, MESSAGES), Disturbance(shuffled=True)
-    ),
+ZERO2 = Case("optim_grads", "fast", 1, MESSAGES)
+SLIPS = slips(
+    """
+    poison: frees before others have taken; shown by poison
+        shm.transfer.Transfer.is_done: property(lambda self: not self.missing)
+    delays of collectives: sums before all has come; shown by delays of collectives
+        fsdp.comm.reduction.Reduction.fold: exchange.pending.wait()
+            => vars(self).setdefault("kept", []).append(exchange)
+    delays between replicas: sums before all has come; shown by delays between replicas
+        fsdp.comm.reduction.Reduction.fold: exchange.pending.wait()
+            => vars(self).setdefault("kept", []).append(exchange)
+    readiness: is over at the last parameter; shown by readiness
+        fsdp.runtime.readiness.Readiness.is_over: property(lambda self: id(self.params[0]) in self._arrived)
+    """
+)
+MUTANTS: dict[str, tuple[str, Callable[[], Any], Case, Disturbance]] = {
+    "delays of updates": (
+        "reads without being told; shown by delays of updates",
+        reads_without_being_told,
+        Case("optim", "fast", 1, SHARED),
+        Disturbance(delays=6, late=(1,)),
+    )
+} | {
+    name: (SLIPS[name].breaks, SLIPS[name].patched, case, by)
+    for name, case, by in (
+        ("poison", Case("optim_grads", "fast", 2, SHARED), Disturbance(delays=4, late=(1,), poisoned=True)),
+        ("delays of collectives", ZERO2, Disturbance(delays=5, late=(1,))),
+        # of two ranks each is a replica: only the outer axis sends
+        ("delays between replicas", replace(ZERO2, outer="optim"), Disturbance(delays=5, late=(1,))),
+        ("readiness", ZERO2, Disturbance(shuffled=True)),
+    )
 }
 
 
 def mutated(rank: int, size: int, name: str, is_disturbed: bool = True) -> str:
-    mutant = MUTANTS[name]
-    calm = run_one(rank, size, mutant.case, NONE)
-    with mutant.engine():
-        return run_one(rank, size, mutant.case, mutant.by if is_disturbed else NONE).differs(calm)
+    _, patch, case, by = MUTANTS[name]
+    calm = run_one(rank, size, case, NONE)
+    with patch():
+        return run_one(rank, size, case, by if is_disturbed else NONE).differs(calm)
 
 
-def sentences() -> Iterator[tuple[str, str]]:
-    for name, mutant in MUTANTS.items():
-        yield name, f"{mutant.engine.__name__.replace('_', ' ')}; shown by {name}"
-
-
-@pytest.mark.parametrize("name", each("The engine, by other timing", sentences()))
+@pytest.mark.parametrize("name", each("The engine, by other timing", ((n, m[0]) for n, m in MUTANTS.items())))
 def test_an_engine_that_relies_on_luck_is_caught(name: str) -> None:
     try:
         differences = run_ranks(mutated, 2, 2, name)

@@ -49,17 +49,14 @@ class Case:
 
     @property
     def is_possible(self) -> bool:
-        """Whether the engine accepts it."""
         return self.prefetch <= 1 or self.buffers == "plain"
 
     @property
     def world(self) -> int:
-        """Ranks it needs."""
         return self.inner * self.hosts
 
     @property
     def inner(self) -> int:
-        """Ranks of the inner axis."""
         return SIZES.get(self.more, (2, 2))[1]
 
     @property
@@ -188,10 +185,8 @@ def cover() -> tuple[Case, ...]:
 
 
 def pairs_of(cases: Iterable[Case]) -> set[Any]:
-    """Pairs of values that occur."""
     return {pair for case in cases for pair in itertools.combinations(enumerate(values_of(case)), 2)}
 
 
 def values_of(case: Case) -> tuple[Any, ...]:
-    """What a covering of pairs is over."""
     return tuple(vars(case).values())

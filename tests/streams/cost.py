@@ -47,7 +47,6 @@ class Counts:
 
 
 def counts_of(entries: Iterable[Entry]) -> Counts:
-    """Count a step."""
     kinds: Counter[str] = Counter()
     stops: Counter[str] = Counter()
     phase = ""

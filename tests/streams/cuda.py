@@ -14,14 +14,11 @@ MAIN = "main"
 
 
 class Stream:
-    """A queue of work."""
-
     def __init__(self, cuda: RecordedCuda, name: str) -> None:
         self.cuda = cuda
         self.name = name
 
     def wait_stream(self, other: Stream) -> None:
-        """What is issued here from now on runs after everything issued on the other one so far."""
         event = Event(self.cuda)
         event.record(other)
         self.wait_event(event)
@@ -32,30 +29,24 @@ class Stream:
             self.cuda.put(Wait(self.name, event.number, self.cuda.site(), why))
 
     def record_event(self, event: Event | None = None) -> Event:
-        """An event at the present end."""
         event = event or Event(self.cuda)
         event.record(self)
         return event
 
     def synchronize(self) -> None:
-        """The host waits."""
         self.cuda.put(Stop(self.name, self.cuda.site(), "synchronize"))
 
 
 class Event:
-    """A point on a stream."""
-
     def __init__(self, cuda: RecordedCuda) -> None:
         self.cuda = cuda
         self.number: int | None = None
 
     def record(self, stream: Stream | None = None) -> None:
-        """Mark the present end of a stream."""
         self.number = next(self.cuda.numbers)
         self.cuda.put(Mark(self.number, (stream or self.cuda.current).name, self.cuda.site()))
 
     def wait(self, stream: Stream | None = None) -> None:
-        """Make a stream wait for it."""
         (stream or self.cuda.current).wait_event(self)
 
     def query(self) -> bool:
@@ -64,8 +55,6 @@ class Event:
 
 
 class Pool:
-    """Memory that is handed out apart from all other."""
-
     def __init__(self, number: int) -> None:
         self.number = number
 
@@ -88,20 +77,16 @@ class RecordedCuda:
         self._pools = count(1)
 
     def Stream(self, device: Any = None, priority: int = 0) -> Stream:
-        """A new stream; named by the engine's word for it, where the caller has one."""
         return Stream(self, f"side {next(self._names)}")
 
     def Event(self) -> Event:
-        """A new event."""
         return Event(self)
 
     def current_stream(self, device: Any = None) -> Stream:
-        """The stream work is issued on."""
         return self.current
 
     @contextmanager
     def stream(self, stream: Stream) -> Iterator[None]:
-        """Work of the body is issued on a stream."""
         before, self.current = self.current, stream
         try:
             yield
@@ -109,7 +94,6 @@ class RecordedCuda:
             self.current = before
 
     def synchronize(self, device: Any = None) -> None:
-        """The host waits for all streams."""
         self.put(Stop("", self.site(), "synchronize"))
 
     def MemPool(self, allocator: Any) -> Pool:
@@ -120,7 +104,6 @@ class RecordedCuda:
 
     @contextmanager
     def use_mem_pool(self, pool: Pool, device: Any = None) -> Iterator[None]:
-        """Allocations of the body come from a pool."""
         before, self.pool = self.pool, pool.number
         try:
             yield
@@ -128,11 +111,8 @@ class RecordedCuda:
             self.pool = before
 
     class nccl:
-        """Of NCCL the version alone."""
-
         @staticmethod
         def version() -> tuple[int, int, int]:
-            """A version that can do everything the engine asks for."""
             return 2, 30, 3
 
 

@@ -45,7 +45,6 @@ REASONS = {
 
 
 def edges_of(log: Log) -> dict[Edge, set[int]]:
-    """The edges of a log, and the numbers of their entries."""
     found: dict[Edge, set[int]] = {}
     for number, entry in enumerate(log.entries):
         edge = _edge_of(entry)
@@ -66,7 +65,6 @@ def _edge_of(entry: Entry) -> Edge | None:
 
 
 def without_each(log: Log) -> list[Without]:
-    """What a log would be like without each of its edges."""
     found = []
     for edge, numbers in edges_of(log).items():
         left_out = {id(log.entries[number]) for number in numbers}
@@ -76,7 +74,6 @@ def without_each(log: Log) -> list[Without]:
 
 
 def needed(tables: Iterable[list[Without]]) -> dict[Edge, list[Without]]:
-    """Each edge, with what became of the logs that have it."""
     found: dict[Edge, list[Without]] = {}
     for table in tables:
         for each in table:

@@ -30,13 +30,10 @@ _RECORDERS: list[Recorder] = []
 
 
 class Work:
-    """A collective on its way."""
-
     def __init__(self, recorder: Recorder | None, end: Event | None, held: Sequence[Tensor]) -> None:
         self._recorder, self._end, self._held = recorder, end, list(held)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """The current stream waits for its end."""
         if self._recorder is not None and self._end is not None:
             self._recorder.cuda.current.wait_event(self._end, "work")
         self._held.clear()
@@ -73,7 +70,6 @@ class RecordedGroup(dist.ProcessGroup):
 
     @property
     def stream_name(self) -> str:
-        """Of the communicator's stream."""
         return f"nccl {self.label}"
 
     label = ""

@@ -28,12 +28,10 @@ class Site(NamedTuple):
 
     @property
     def in_engine(self) -> bool:
-        """Whether it is a line of the engine."""
         return self.file.startswith("harness/")
 
     @property
     def place(self) -> str:
-        """File, line and function."""
         return f"{self.file}:{self.line} ({self.function})"
 
 
@@ -142,5 +140,4 @@ class Log:
 
     @property
     def kernels(self) -> list[Kernel]:
-        """All work, in the order the host gave it."""
         return [each for each in self.entries if isinstance(each, Kernel)]

@@ -40,8 +40,6 @@ MAX_NORM = 0.05
 
 
 class Wide(pairs.Block):
-    """A residual unit of 8-bit matrices."""
-
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(TILE, 3 * TILE), nn.Linear(3 * TILE, TILE)
@@ -71,7 +69,6 @@ class Program(pairs.Model):
 
 
 def program_of(case: Case) -> Program:
-    """What a case trains."""
     program = Program(case.recompute, late=case.more == LATE)
     for param in program.blocks[-1].parameters() if case.more == EXPERTS else ():
         param.allreduce = False  # type: ignore[attr-defined] # Megatron's mark
@@ -109,8 +106,6 @@ class Stepped(Protocol):
 
 
 class Several:
-    """Optimizers that step one after another."""
-
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self.optimizers = optimizers
         self.between: Callable[[], None] = lambda: None
@@ -128,7 +123,6 @@ class Several:
 
 
 def shard(rank: int, case: Case, module: nn.Module) -> tuple[ShardedModel, Stepped]:
-    """A model under a case, and its optimizer, or optimizers."""
     groups, _ = groups_of(rank, case.hosts, case.inner)
     dtype, policy, numerics = POLICIES[case.policy]
     options: dict[str, Any] = {"double_buffer": case.buffers == "double", "numerics": numerics}
@@ -199,7 +193,6 @@ class Run:
 
 
 def data(case: Case, rank: int, step: int, index: int) -> Tensor:
-    """A microbatch, another one on each rank."""
     return pairs.data(step, rank * case.k + index)
 
 
@@ -240,7 +233,6 @@ def _whole(model: ShardedModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def train(rank: int, case: Case, model: ShardedModel, optimizer: Stepped, recorder: Recorder) -> None:
-    """The steps, as a program writes them."""
     reader: Stream | None = None
     for step in range(STEPS):
         for index in range(case.k):
@@ -304,7 +296,6 @@ def read(model: ShardedModel, recorder: Recorder) -> Stream:
 
 
 def step_of(optimizer: Stepped, recorder: Recorder) -> None:
-    """`optimizer.step()`."""
     optimizer.step()
 
 

@@ -60,8 +60,6 @@ class Block:
 
 
 class Analysis:
-    """Walks through a log once."""
-
     def __init__(self, log: Log) -> None:
         self.log = log
         self.found: dict[tuple[Site, Site, str], Race] = {}

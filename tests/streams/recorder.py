@@ -48,7 +48,6 @@ class Schema(NamedTuple):
 
 @cache
 def schema_of(function: Any) -> Schema:
-    """What torch says of an operation."""
     written = [
         (each.name, each.kwarg_only, bool(each.alias_info and each.alias_info.is_write))
         for each in function._schema.arguments
@@ -58,7 +57,6 @@ def schema_of(function: Any) -> Schema:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Tensors among an argument's, or a result's, lists and tuples."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, list | tuple):
@@ -148,15 +146,12 @@ class Recorder(TorchDispatchMode):
     # -- what is written -------------------------------------------------------------------------------------------
 
     def put(self, entry: Entry) -> None:
-        """Write something down."""
         self.log.entries.append(entry)
 
     def phase(self, name: str) -> None:
-        """The program begins something."""
         self.put(Phase(name))
 
     def name(self, tensor: Tensor, name: str) -> None:
-        """Say what lies in a tensor's bytes."""
         span = self.span(tensor)
         if span is not None:
             names = self._names.setdefault(tensor.untyped_storage()._cdata, [])
@@ -164,7 +159,6 @@ class Recorder(TorchDispatchMode):
             self.log.names[span.block] = names
 
     def on_host(self, tensor: Tensor) -> None:
-        """Say that a tensor lies in the host's memory."""
         span = self.span(tensor)
         if span is not None:
             self.log.hosts.add(span.block)
@@ -184,7 +178,6 @@ class Recorder(TorchDispatchMode):
         return Span(block, begin, begin + reach * tensor.itemsize)
 
     def spans(self, tensors: Iterable[Tensor]) -> tuple[Span, ...]:
-        """Of all that are not empty."""
         return tuple(span for each in tensors if (span := self.span(each)) is not None)
 
     def _block_of(self, storage: torch.UntypedStorage) -> int:
@@ -294,7 +287,6 @@ class Recorder(TorchDispatchMode):
             self.put(Stop(stream, line, "a copy from or to the host" if crosses else name))
 
     def _look(self, tensors: Sequence[Tensor], why: str) -> None:
-        """The host reads a result."""
         read, line = self.spans(tensors), site()
         if read and not {span.block for span in read} <= self.log.hosts:
             self.put(Kernel(why, self.cuda.current.name, read, (), line, sum(t.numel() for t in tensors)))

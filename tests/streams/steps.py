@@ -52,8 +52,6 @@ def llama(num_layers: int) -> Llama:
 
 
 class Trainee:
-    """A model under an arm, with its optimizer."""
-
     def __init__(self, rank: int, world: int, arm: Arm, num_layers: int) -> None:
         self.rank, self.arm = rank, arm
         module, every = llama(num_layers), list(range(world))
@@ -75,7 +73,6 @@ class Trainee:
         self.optimizer = fully_shard_optimizer(self.model, _adamw(self.model.module))
 
     def train(self, recorder: Recorder) -> None:
-        """The steps, as a program writes them."""
         for step in range(STEPS):
             generator = torch.Generator().manual_seed(100 * step + self.rank)
             with recorder.paused():

@@ -46,7 +46,6 @@ def chosen_by(rank: int, step: int, index: int) -> tuple[int, ...]:
 
 
 def record(rank: int, case: Case) -> Rank:
-    """A training of this rank alone."""
     with believing_in(Recorder().cuda):
         model, optimizer = shard(rank, case, Choosing())
         _, groups = groups_of(rank, case.hosts, case.inner)
