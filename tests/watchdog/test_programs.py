@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -71,38 +68,3 @@ def test_a_rank_that_stops_calling_is_named_on_all_ranks(program: str) -> None:
     assert "rank 2 has not come: it is in stops_calling (test_programs.py:" in message
     assert "the last collective it began is" in message
     assert "runs one with its loss times 0. Where a rank is only slow, set watchdog_timeout_s higher" in message
-
-
-ENDS = """
-import sys, time
-from contextlib import suppress
-from datetime import timedelta
-import torch.distributed as dist
-from harness.watchdog import watchdog
-
-class Slow:
-    def __init__(self):
-        self.sleep = time.sleep
-
-    def __del__(self):
-        self.sleep(1.5)  # the interpreter is being taken down meanwhile
-
-store = dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
-other = store.clone()
-
-def waits():
-    with suppress(Exception):
-        other.wait(["never"], timedelta(seconds=1))
-
-sys.slow = Slow()
-watchdog._thread(waits, "waits")
-time.sleep(0.1)
-"""
-"""A thread comes back from a wait of torch while the program ends."""
-
-
-def test_the_end_of_a_program_waits_for_threads_of_the_watchdog() -> None:
-    """A model that is closed, or collected, in the last line must not abort its process, as another thread would."""
-    command = [sys.executable, "-c", ENDS]
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr

@@ -178,9 +178,6 @@ class RaggedTensor(DTensor):
             " every rank has by torch.distributed.checkpoint"
         )
 
-    def storage(self) -> Any:
-        return self.untyped_storage()
-
     def data_ptr(self) -> int:
         """0, so that torch's `async_save` copies the rows inside; a DTensor of rows at an offset has another."""
         return 0
