@@ -39,7 +39,9 @@ def closure(module: nn.Module) -> Callable[[], Tensor]:
 
 
 OPERATIONS: dict[str, Act] = {
-    "`parameter.t().mul_(2)`": lambda m, _: [p.detach().t().mul_(2) for p in m.parameters()],
+    "`parameter.t().mul_(2)`, `parameter.view(-1).mul_(2)`": lambda m, _: [
+        view.mul_(2) for p in m.parameters() for view in (p.detach().view(-1), p.detach().t())
+    ],
     "`nn.Parameter(parameter)`": lambda m, _: [nn.Parameter(p) for p in m.parameters()],
     "`load_state_dict(state, assign=True)`": lambda m, _: (
         m.load_state_dict(m.state_dict(), assign=True),
@@ -195,7 +197,7 @@ def test_a_policy_in_fsdp2_s_names_gives_fsdp2_s_bits() -> None:
 
 def test_torch_gets_no_other_call_right() -> None:
     for calls in run_ranks(of_tensors, 2):
-        assert calls == ["p.t().mul_(2)"]
+        assert calls == ["p.t().mul_(2)", "p.view(-1).mul_(2)"]
 
 
 def test_frozen_weights_keep_their_bits_under_param_dtype() -> None:

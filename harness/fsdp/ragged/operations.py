@@ -3,14 +3,13 @@
 - element by element: on the rows; a tensor that is cut otherwise is gathered and cut alike first
 - norms of all elements: of the rows, then of what all ranks found
 - random numbers: drawn for the whole tensor on every rank; those of the mesh's first rank count
-- views of whole rows: views; other views show a gathered copy that cannot be written to
+- views of the same shape: views; other views show a gathered copy that cannot be written to
 - other operations in place would lose the edit, or change rows of other ranks: refused on all ranks
 - everything else is computed of the whole tensor, and replicated
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -177,17 +176,10 @@ def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    like, size = args[0], list(args[1])
-    if -1 in size:
-        size[size.index(-1)] = like.numel() // max(-math.prod(size), 1)
-    local = local_tensor(like)
-    if size == list(like.shape):
-        return wrap_rows(local.view(local.shape), like)
-    if not like.cuts_rows_alone or not like.numel() or not size or not like.dim() or size[0] % like.shape[0]:
-        return _view_of_whole(func, (like, size), kwargs)
-    factor = size[0] // like.shape[0]
-    rows = local.view((local.shape[0] * factor, *size[1:]))
-    return wrap_rows(rows, like, like.cut.scaled(factor))
+    like, size = args[0], args[1]
+    if len(size) != like.dim() or any(asked not in (-1, own) for asked, own in zip(size, like.shape, strict=True)):
+        return _view_of_whole(func, args, kwargs)
+    return wrap_rows(local_tensor(like).view(local_tensor(like).shape), like)
 
 
 # -- of the whole tensor -----------------------------------------------------------------------------------------------
@@ -280,7 +272,6 @@ SPECIAL: dict[str, Rule] = {
     CHECK_AND_UNSCALE: check_and_unscale,
     "aten::_foreach_max": _of_whole,
     "aten::_foreach_norm.Scalar": norms,
-    "aten::_unsafe_view": _view,
     "aten::equal": _equal,
     "aten::linalg_vector_norm": _norm,
     "aten::is_pinned": lambda _, args, kwargs: local_tensor(args[0]).is_pinned(),

@@ -38,9 +38,6 @@ class RaggedShard(UnevenShard):
             self._spans = tuple((begin, end) for begin, end in found)
         return self._spans
 
-    def scaled(self, factor: int) -> RaggedShard:
-        return RaggedShard(tuple((begin * factor, end * factor) for begin, end in self.spans), self.name)
-
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, RaggedShard) and self.spans == other.spans)
 

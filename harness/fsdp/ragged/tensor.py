@@ -350,19 +350,16 @@ def spec_like(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) 
     return made
 
 
-def wrap_rows(result: Any, like: RaggedTensor, cut: RaggedShard | None = None) -> Any:
-    """cut: of the result, else that of `like`; the shape follows from the rows' shape."""
+def wrap_rows(result: Any, like: RaggedTensor) -> Any:
+    """Rows cut as those of `like`; the shape follows from the rows' shape."""
     if isinstance(result, tuple | list):
-        return type(result)(wrap_rows(each, like, cut) for each in result)
-    spec = spec_of(like)
-    if cut is None and result.dtype == like.dtype and result.shape == local_tensor(like).shape:
+        return type(result)(wrap_rows(each, like) for each in result)
+    spec, local = spec_of(like), local_tensor(like)
+    if result.dtype == like.dtype and result.shape == local.shape:
         return RaggedTensor.of(result, spec)
-    rows = like.shape[:1] if cut is None else [max(end for _, end in cut.spans)]
-    tail = like.shape[1:] if result.shape[1:] == local_tensor(like).shape[1:] else result.shape[1:]
-    whole = torch.empty([*rows, *tail], dtype=result.dtype, device="meta")
-    return RaggedTensor.of(
-        result, spec_like(whole, spec.mesh, spec.placements if cut is None else (*spec.placements[:-1], cut))
-    )
+    tail = like.shape[1:] if result.shape[1:] == local.shape[1:] else result.shape[1:]
+    whole = torch.empty([*like.shape[:1], *tail], dtype=result.dtype, device="meta")
+    return RaggedTensor.of(result, spec_like(whole, spec.mesh, spec.placements))
 
 
 def replicated(value: Tensor, mesh: DeviceMesh, alike: DTensor | None = None) -> DTensor:

@@ -1,6 +1,6 @@
 """Torch calls on a parameter at rest, `p`, and on another tensor of its shape, `q`, each an expression.
 
-READS give a value. EDITS change `p`; those of a FLATTENED one are refused under tensor parallelism. REFUSED say on
+READS give a value. EDITS change `p`. REFUSED say on
 every rank that an edit would be lost, and change nothing. `F`, `nn` and `torch` are torch's; `whole(t)` makes of a
 plain tensor what may meet `p`: a replicated DTensor.
 """
@@ -239,14 +239,13 @@ nn.init.orthogonal_(p)
 nn.init.constant_(p, 2.0)
 """.strip().splitlines()
 
-FLATTENED = ["p.view(-1).mul_(2)", "p.flatten().add_(1)"]
-
 REFUSED = """
 p[0].zero_()
 p[0] = 1.0
 p[1:3].copy_(q[1:3])
 p.__setitem__(p > 0, 0.5)
 p.t().mul_(2)
+p.view(-1).mul_(2)
 p.unbind()[0].add_(1)
 p.index_fill_(0, torch.tensor([0]), 1.0)
 p.masked_scatter_(p > 0, q)
