@@ -230,11 +230,6 @@ def _first_ranks(value: Tensor, mesh: DeviceMesh) -> Tensor:
     return value
 
 
-def _equal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    one, other = args
-    return one.shape == other.shape and torch.equal(_whole(one), _whole(other))
-
-
 def check_and_unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """GradScaler's: unscale what is here; all ranks learn of an infinity on one. Collective over each mesh."""
     grads, found_inf, inv_scale = args
@@ -272,7 +267,6 @@ SPECIAL: dict[str, Rule] = {
     CHECK_AND_UNSCALE: check_and_unscale,
     "aten::_foreach_max": _of_whole,
     "aten::_foreach_norm.Scalar": norms,
-    "aten::equal": _equal,
     "aten::linalg_vector_norm": _norm,
     "aten::is_pinned": lambda _, args, kwargs: local_tensor(args[0]).is_pinned(),
     "aten::is_same_size": lambda _, args, kwargs: args[0].shape == args[1].shape,
