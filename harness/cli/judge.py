@@ -87,22 +87,13 @@ def _compare_code(arguments: Namespace) -> int:
 
 
 def _say(found: Verdict, arguments: Namespace) -> int:
-    (found,) = _scripted(found)
+    found = scripted(found)
     return _answer(found, text(found), arguments)
 
 
 def _answer(found: Verdict | StudyVerdict, answer: str, arguments: Namespace) -> int:
     print(json.dumps(found.as_json(), indent=2)) if arguments.json else print(answer)
     return found.exit_code
-
-
-def _scripted(*verdicts: Verdict) -> tuple[Verdict, ...]:
-    if any(Path(each).is_file() for found in verdicts for each in (found.arm, found.control)):
-        return verdicts  # of a baseline, no request is known that makes its run again
-    found, complaint = scripted(*verdicts)
-    if complaint:
-        print(complaint, file=sys.stderr)
-    return found
 
 
 def verdict_arguments(parser: ArgumentParser) -> None:
@@ -134,7 +125,7 @@ def run_verdict(arguments: Namespace) -> int:
     if arguments.margin or arguments.window:
         raise refuse("--margin and --window", "go with --history; a study has margins of its own", fix="leave them out")
     found = _judged(arguments)
-    found = replace(found, arms=_scripted(*found.arms))
+    found = replace(found, arms=tuple(map(scripted, found.arms)))
     return _answer(found, study_text(found), arguments)
 
 

@@ -6,7 +6,7 @@
     against(RUNS, RUN)     runs that no study put together, each against one
     zoom(RUN, RUN, name)   one tensor of the two, close up
     loss_bounds(RUN, RUN)  each step's loss and its bound, for a picture
-    scripted(*verdicts)    write the minimal script of each that found something, beside the arm's record
+    scripted(verdict)      write the minimal script of one that found something, beside the arm's record
     text, study_text       a verdict for the terminal; `.as_json()` and `.exit_code` are its methods
 
 They load numpy, and torch never. docs/verdicts.md says what each tier demands and where every bound

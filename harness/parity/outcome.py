@@ -183,7 +183,7 @@ class Verdict:
     commands: tuple[str, ...] = ()
     """Next commands: the first shows the first bad tensor, or judges again."""
     script: str = ""
-    """Command that makes both runs again and tells if the first finding lasts (`script.write_script`); may be empty."""
+    """Command that makes both runs again and tells if the first finding lasts (`script.scripted`); may be empty."""
 
     @property
     def exit_code(self) -> int:

@@ -31,8 +31,3 @@ def test_page_and_data_hold_every_row(tmp_path: Path, monkeypatch: pytest.Monkey
         (path / "provenance.json").write_text(json.dumps({"cpu_model": "another"}))
     shutil.rmtree(tmp_path / "docs")
     assert engine_step_time.main(["--root", str(tmp_path), "--out", str(tmp_path)]) in (3, 4)
-
-
-def test_without_runs_it_says_how_to_make_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert engine_step_time.main(["--root", str(tmp_path)]) == 2
-    assert "study=NAME" in capsys.readouterr().err

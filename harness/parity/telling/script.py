@@ -32,42 +32,29 @@ WIDTH = 120
 KEPT = ("cluster.device", "cluster.threads_per_rank")
 
 
-def scripted(*verdicts: Verdict) -> tuple[tuple[Verdict, ...], str]:
-    """Write the minimal script of every verdict that has one, and name it there.
-
-    Returns the verdicts, and why scripts could not be written (a read-only store); empty if all were.
-    """
-    done, complaint = [], ""
-    for each in verdicts:
-        try:
-            path = write_script(each)
-        except OSError as error:
-            complaint = complaint or f"no minimal script was written beside the verdict: {error}"
-            path = None
-        done.append(each if path is None else replace(each, script=commands.script(path)))
-    return tuple(done), complaint
-
-
-def write_script(verdict: Verdict) -> Path | None:
-    """Path of the script of a DIFFERENT or UNDECIDED verdict.
-
-    None where only evidence is missing, or where the two runs differ in no setting. Raises `OSError`: the arm's
-    directory is not writable.
-    """
-    path = Path(verdict.arm) / FOLDER / f"{Path(verdict.control).name}.py"
-    text = script(verdict)
+def scripted(verdict: Verdict) -> Verdict:
+    """A verdict that names its minimal script, written here; as it is where there is none, or the store takes none."""
+    path, text = Path(verdict.arm) / FOLDER / f"{Path(verdict.control).name}.py", script(verdict)
     if text is None:
-        return None
-    private_folder(path.parent)
-    write_atomic(path, text)
-    return path
+        return verdict
+    try:
+        private_folder(path.parent)
+        write_atomic(path, text)
+    except OSError:  # a read-only store
+        return verdict
+    return replace(verdict, script=commands.script(path))
 
 
 def script(verdict: Verdict) -> str | None:
+    """Text of the script of a DIFFERENT or UNDECIDED verdict.
+
+    None where only evidence is missing, where the two runs differ in no setting, and of runs that no request of ours
+    makes again: another program's, and a baseline's.
+    """
     finding = first_shown(verdict)
     paths = [RunDir(Path(each)) for each in (verdict.arm, verdict.control)]
-    if finding is None or any(WATCHED in provenance.read(run.path) for run in paths):
-        return None  # no request of ours makes another program's run again
+    if finding is None or any(run.path.is_file() or WATCHED in provenance.read(run.path) for run in paths):
+        return None
     runs = {name: again(run) for name, run in zip(("arm", "control"), paths, strict=True)}
     if sorted(runs["arm"]) == sorted(runs["control"]) and not any(run.name in finding.note for run in paths):
         return None
