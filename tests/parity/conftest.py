@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -33,10 +34,18 @@ class Bench:
         """Arm and control of a case."""
         return self.run(case.arm), self.run(case.control)
 
+    def copy(self, arm: Arm, folder: Path) -> Path:
+        """An arm's directory once more under a folder, to be changed."""
+        path: Path = shutil.copytree(self.run(arm), folder / "lab" / "run")
+        return path
+
+    def held(self, arm: Arm | Path, control: Arm | Path) -> Verdict:
+        """The verdict on two arms, or directories."""
+        return compare(*(each if isinstance(each, Path) else self.run(each) for each in (arm, control)), sources=CLEAN)
+
     def judge(self, case: Case) -> Verdict:
         """The verdict on a case."""
-        arm, control = self.paths(case)
-        return compare(arm, control, sources=CLEAN)
+        return self.held(case.arm, case.control)
 
 
 @pytest.fixture(scope="session")

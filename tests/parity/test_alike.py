@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from harness.parity import Grade, Outcome, Verdict, compare
+from harness.parity import Grade, Outcome
 from harness.parity.record import load
 from harness.parity.tiers import divergence
 from tests.parity.arms import Arm, Params, broken
 from tests.parity.conftest import Bench
 from tests.parity.corpus import OURS, OURS_BF16
-from tests.parity.lab import CLEAN
 from tests.parity.network import Optimizer, bf16
 from tests.support.mutants import finds
 
@@ -90,14 +89,9 @@ CASES: dict[str, tuple[Arm, Arm, str]] = {
 """Arm, control, and the tensor that is different in step 8; none in a clean pair."""
 
 
-def held(bench: Bench, name: str) -> Verdict:
-    arm, control, _ = CASES[name]
-    return compare(bench.run(arm), bench.run(control), sources=CLEAN)
-
-
 def wrong(bench: Bench) -> Iterator[str]:
-    for name, (_, _, tensor) in CASES.items():
-        verdict = held(bench, name)
+    for name, (arm, control, tensor) in CASES.items():
+        verdict = bench.held(arm, control)
         found = [f for f in verdict.findings if f.grade is Grade.bad]
         if not tensor and verdict.outcome not in (Outcome.EQUAL, Outcome.EQUIVALENT):
             yield f"{name}: {verdict.sentence}"
@@ -105,19 +99,19 @@ def wrong(bench: Bench) -> Iterator[str]:
             (divergence.ALIKE, AT, tensor, "between clipping and optimizer")
         ]:
             yield f"{name}: {verdict.sentence}"
-    arm, control = (load(bench.run(each)) for each in CASES["a frozen row"][:2])
-    elsewhere = [replace(run, config={**run.config, "cluster.device": "cuda"}) for run in (arm, control)]
+    left, right = (load(bench.run(each)) for each in CASES["a frozen row"][:2])
+    elsewhere = [replace(run, config={**run.config, "cluster.device": "cuda"}) for run in (left, right)]
     if [f.grade for f in divergence.after_equal_gradients(*elsewhere)] != [Grade.doubt]:
         yield "on another device"
     if divergence.after_equal_gradients(
-        replace(arm, provenance={**arm.provenance, "sources_digest": "another"}), control
+        replace(left, provenance={**left.provenance, "sources_digest": "another"}), right
     ):
         yield "other sources"
-    own = [replace(run, config={**run.config, "optimizer.name": "ext"}) for run in (arm, control)]
+    own = [replace(run, config={**run.config, "optimizer.name": "ext"}) for run in (left, right)]
     if divergence.after_equal_gradients(*own):
         yield "one's own optimizer"
-    other = replace(arm, columns={**arm.columns, "grad_norm": [1.0, *arm.columns["grad_norm"][1:]]})
-    if divergence.after_equal_gradients(other, control):
+    other = replace(left, columns={**left.columns, "grad_norm": [1.0, *left.columns["grad_norm"][1:]]})
+    if divergence.after_equal_gradients(other, right):
         yield "after another norm"
 
 
@@ -132,7 +126,7 @@ def test_what_a_run_shows_of_itself_comes_first(bench: Bench) -> None:
         if step >= AT:
             weights[NAME][...] = before[NAME]
 
-    verdict = compare(bench.run(broken(WIDE, updated=stopped)), bench.run(replace(WIDE, replicate=1)), sources=CLEAN)
+    verdict = bench.held(broken(WIDE, updated=stopped), replace(WIDE, replicate=1))
     assert divergence.ALIKE not in {finding.check for finding in verdict.findings}
     assert f"at step {AT}, update by the rule, sampled" in verdict.sentence
 

@@ -11,21 +11,21 @@ import pytest
 
 from harness.cli.main import main, read
 from harness.config.overrides import check_overrides
-from harness.parity import Outcome, Verdict, compare, text
+from harness.parity import Outcome, Verdict, text
 from harness.parity.telling.wording import OUTCOMES
 from harness.store import provenance
 from tests.parity.arms import broken
 from tests.parity.conftest import Bench
 from tests.parity.corpus import FAULTS, FP32, OURS, Case, scaled
 from tests.parity.edits import edit_json
-from tests.parity.lab import CLEAN, write
+from tests.parity.lab import write
 
 DOUBTED = broken(replace(OURS, updates=()), reduced=scaled(0.98, "blocks"), reduced_from=8)
 """UNDECIDED at step 8 or later: nothing was captured there."""
 
 
 def doubted(bench: Bench) -> Verdict:
-    return compare(bench.run(DOUBTED), bench.run(FP32), sources=CLEAN)
+    return bench.held(DOUBTED, FP32)
 
 
 def test_verdict_takes_runs_and_a_control(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +14,7 @@ import numpy as np
 import pytest
 
 from harness.cli.main import main
-from harness.parity import Outcome, Verdict, baseline, compare
+from harness.parity import Outcome, Verdict, baseline
 from harness.parity.gate import gate, made
 from harness.parity.record import load
 from harness.parity.telling.render import junit, markdown
@@ -25,7 +24,6 @@ from tests.parity.arms import broken
 from tests.parity.conftest import Bench
 from tests.parity.corpus import FAULTS, FP32, OURS, TWINS, Case, scaled
 from tests.parity.edits import edit_json
-from tests.parity.lab import CLEAN
 from tests.support.mutants import Slip, each, slips
 
 CONTROL = replace(FP32, checked=True, steps=12)
@@ -60,7 +58,7 @@ def test_the_run_itself_is_equal_and_another_layout_equivalent(bench: Bench, gol
     assert judged(bench, golden, CONTROL).outcome is Outcome.EQUAL
     found = judged(bench, golden, ARM)
     assert found.outcome is Outcome.EQUIVALENT, found.sentence
-    assert compare(bench.run(ARM), golden, sources=CLEAN).outcome is Outcome.EQUIVALENT
+    assert bench.held(ARM, golden).outcome is Outcome.EQUIVALENT
 
 
 CORPUS = [
@@ -85,8 +83,7 @@ def test_another_configuration_is_not_comparable(bench: Bench, golden: Path) -> 
 
 
 def test_sources_may_be_others_but_bits_are_owed_on_demand(bench: Bench, golden: Path, tmp_path: Path) -> None:
-    run = tmp_path / "lab" / "other"
-    shutil.copytree(bench.run(replace(CONTROL, ranks=4, k=1)), run)
+    run = bench.copy(replace(CONTROL, ranks=4, k=1), tmp_path)
     edit_json(run / "provenance.json", sources_digest="of another version")
     assert gate(run, golden).outcome is Outcome.EQUIVALENT
     assert "two versions of the code" in gate(run, golden).admissible
@@ -154,8 +151,7 @@ def test_a_file_that_is_no_baseline_is_refused_in_a_sentence(
 
 
 def test_an_unfinished_run_makes_no_baseline(bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = tmp_path / "lab" / "cut"
-    shutil.copytree(bench.run(CONTROL), run)
+    run = bench.copy(CONTROL, tmp_path)
     edit_json(run / "status.json", state="failed")
     assert main(["baseline", str(run), "--out", str(tmp_path / "no.json")]) == 2
     assert "it is failed" in capsys.readouterr().err

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from harness.parity import Outcome, compare
+from harness.parity import Outcome
 from harness.parity.record import load
 from harness.parity.telling import wording
 from harness.parity.tiers.bitwise import same_float
@@ -23,7 +23,7 @@ ORDERED = replace(OURS, numerics="ordered", strategy="optim", k=1)
 
 
 def test_a_repetition_is_equal(bench: Bench) -> None:
-    verdict = compare(bench.run(replace(ORDERED, replicate=1)), bench.run(ORDERED), sources=CLEAN)
+    verdict = bench.held(replace(ORDERED, replicate=1), ORDERED)
     assert verdict.outcome is Outcome.EQUAL
     assert "every recorded bit" in verdict.sentence
     run, rows = load(bench.run(ORDERED), CLEAN), [row for row in verdict.evidence if row.tier == "T1"]
@@ -37,9 +37,9 @@ def test_bits_are_owed_across_strategies_only_while_sums_are_in_one_order(bench:
     """Real sums: ZeRO-1 and ZeRO-3 agree bit for bit at k = 1, and differ within rounding at k = 2."""
     for k, expected in ((1, Outcome.EQUAL), (2, Outcome.EQUIVALENT)):
         arm, control = (replace(ORDERED, k=k, strategy=s) for s in ("optim_grads_params", "optim"))
-        assert compare(bench.run(arm), bench.run(control), sources=CLEAN).outcome is expected
+        assert bench.held(arm, control).outcome is expected
     wrong = replace(ORDERED, strategy="optim_grads_params")
-    assert compare(bench.run(wrong), bench.run(replace(ORDERED, k=2)), sources=CLEAN).outcome is Outcome.EQUIVALENT
+    assert bench.held(wrong, replace(ORDERED, k=2)).outcome is Outcome.EQUIVALENT
 
 
 def config(**changes: object) -> dict[str, object]:

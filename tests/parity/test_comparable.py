@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +21,6 @@ from tests.parity.arms import broken
 from tests.parity.conftest import Bench
 from tests.parity.corpus import FP32, OURS
 from tests.parity.edits import edit_config, edit_json, edit_lines
-from tests.parity.lab import CLEAN
 from tests.support.mutants import finds
 
 Edit = Callable[[Path], None]
@@ -30,10 +28,8 @@ Edit = Callable[[Path], None]
 
 def judged(bench: Bench, tmp_path: Path, edit: Edit) -> Verdict:
     """The clean pair, with the arm's directory changed."""
-    arm = tmp_path / "lab" / "changed"
-    shutil.copytree(bench.run(OURS), arm)
-    edit(arm)
-    return compare(arm, bench.run(FP32), sources=CLEAN)
+    edit(arm := bench.copy(OURS, tmp_path))
+    return bench.held(arm, FP32)
 
 
 REFUSALS: dict[str, tuple[Edit, str]] = {
@@ -111,7 +107,7 @@ def test_what_may_differ_may(bench: Bench, tmp_path: Path, group: str, changes: 
 
 
 def test_the_same_data_on_each_rank_is_other_data(bench: Bench, tmp_path: Path) -> None:
-    verdict = compare(bench.run(broken(OURS, same_data=True)), bench.run(FP32), sources=CLEAN)
+    verdict = bench.held(broken(OURS, same_data=True), FP32)
     assert verdict.outcome is Outcome.NOT_COMPARABLE
     assert "data_digest at step 1" in verdict.sentence
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from harness.parity import Grade, Outcome, Verdict, compare, judgement
+from harness.parity import Grade, Outcome, Verdict, judgement
 from harness.parity.alone import every_step
 from harness.parity.outcome import Finding, Stage
 from harness.parity.tiers import divergence
@@ -19,7 +19,6 @@ from harness.store.check_stream import FOLDER, step_columns
 from tests.parity.arms import Arm, Params, broken
 from tests.parity.conftest import Bench
 from tests.parity.corpus import BF16, FP32, OURS, OURS_BF16, OURS_SGD, SGD, bf16, scaled, stored_as
-from tests.parity.lab import CLEAN
 from tests.parity.network import Optimizer
 from tests.parity.streams import SKETCHES
 from tests.support.mutants import each, finds
@@ -106,10 +105,6 @@ FAULTS: dict[str, tuple[dict[str, Any], int, Stage, str]] = {
 """What passed as EQUIVALENT before (docs/verdicts.md): hooks, step, stage, tensor."""
 
 
-def held(bench: Bench, arm: Arm, control: Arm) -> Verdict:
-    return compare(bench.run(arm), bench.run(control), sources=CLEAN)
-
-
 def first(verdict: Verdict) -> Finding:
     return next(finding for finding in verdict.findings if finding.grade is not Grade.ok)
 
@@ -117,7 +112,7 @@ def first(verdict: Verdict) -> Finding:
 @pytest.mark.parametrize("name", FAULTS)
 def test_what_begins_late_is_different_where_it_begins(bench: Bench, name: str) -> None:
     hooks, step, stage, tensor = FAULTS[name]
-    verdict = held(bench, broken(SEEN, **hooks), CONTROL)
+    verdict = bench.held(broken(SEEN, **hooks), CONTROL)
     assert verdict.outcome is Outcome.DIFFERENT, verdict.sentence
     found = first(verdict)
     assert (found.step, found.stage, found.since) == (step, stage, None), verdict.sentence
@@ -140,7 +135,7 @@ def wrong_onsets(bench: Bench, folder: Path) -> Iterator[str]:
         rows[11, step_columns(SKETCHES).index("again")] = 0.5
 
     def told(name: str, arm: Arm) -> Verdict:
-        return compare(damaged(bench.run(arm), folder / name / "lab" / "arm", wrong_last), control, sources=CLEAN)
+        return bench.held(damaged(bench.run(arm), folder / name / "lab" / "arm", wrong_last), control)
 
     control = bench.run(CONTROL)
     last = "at step 12, gradient worked out again (between forward and gradient"
@@ -155,7 +150,7 @@ def wrong_onsets(bench: Bench, folder: Path) -> Iterator[str]:
     at_the_end = told("end", SEEN).sentence
     if "certain" in at_the_end or f": {last}" not in at_the_end or "; begun " not in at_the_end:
         yield f"nothing jumped before: {at_the_end}"
-    other = held(bench, broken(SEEN, local=lost, between=larger), CONTROL)
+    other = bench.held(broken(SEEN, local=lost, between=larger), CONTROL)
     if "certain" in other.sentence or ": at step 12, weights after the last step" not in other.sentence:
         yield f"another stage: {other.sentence}"
 
@@ -208,7 +203,7 @@ CLEAN_PAIRS: list[tuple[Arm, Arm]] = [
 
 @pytest.mark.parametrize("pair", CLEAN_PAIRS)
 def test_a_clean_pair_passes_hot_or_not(bench: Bench, pair: tuple[Arm, Arm]) -> None:
-    verdict = held(bench, *pair)
+    verdict = bench.held(*pair)
     assert verdict.outcome in (Outcome.EQUAL, Outcome.EQUIVALENT), verdict.sentence
     assert SAID in verdict.sentence or verdict.outcome is Outcome.EQUAL
     looks = {look.check for look in every_step.LOOKS.values()}
@@ -232,13 +227,13 @@ def test_a_factor_that_sgd_takes_gradients_with_is_not_called_clipping(bench: Be
         rows[AT - 1 : -1, step_columns(SKETCHES).index("norm")] = 0.1
 
     arm, control = replace(OURS_SGD, checked=True, k=1), bench.run(replace(SGD, checked=True))
-    verdict = compare(damaged(bench.run(arm), tmp_path / "lab" / "arm", dampened), control, sources=CLEAN)
+    verdict = bench.held(damaged(bench.run(arm), tmp_path / "lab" / "arm", dampened), control)
     found = first(verdict)
     assert (found.step, found.since, found.stage) == (AT, Stage.clipping, Stage.optimizer), verdict.sentence
 
 
 def test_a_wrong_norm_is_called_clipping_under_adam(bench: Bench) -> None:
-    verdict = held(bench, broken(SEEN, logged_norm_factor=1.01), CONTROL)
+    verdict = bench.held(broken(SEEN, logged_norm_factor=1.01), CONTROL)
     found = first(verdict)
     assert (found.stage, found.since) == (Stage.clipping, None), verdict.sentence
 
@@ -282,18 +277,18 @@ def broken_expectations(bench: Bench) -> list[str]:
     wrong = []
     for name in ("gradients x 1.00001", "momentum in bf16", "weights x 1.1 after the last step"):
         hooks, step, stage, _ = FAULTS[name]
-        verdict = held(bench, broken(SEEN, **hooks), CONTROL)
+        verdict = bench.held(broken(SEEN, **hooks), CONTROL)
         if verdict.outcome is not Outcome.DIFFERENT or (first(verdict).step, first(verdict).stage) != (step, stage):
             wrong.append(name)
-    if held(bench, broken(SEEN, local=BACKWARDS["1 % noise"]), CONTROL).outcome is not Outcome.UNDECIDED:
+    if bench.held(broken(SEEN, local=BACKWARDS["1 % noise"]), CONTROL).outcome is not Outcome.UNDECIDED:
         wrong.append("a late backward passes")
     for name, pair in SHARPER.items():
-        steps = [each.step for each in held(bench, *pair).findings if each.grade is not Grade.ok]
+        steps = [each.step for each in bench.held(*pair).findings if each.grade is not Grade.ok]
         wrong += [] if steps[:1] == [AT] else [name]
     unseen = (replace(arm, **CAPTURED, checked=False) for arm in (CHAOS, CONTROL))
-    if held(bench, *unseen).outcome is not Outcome.UNDECIDED:
+    if bench.held(*unseen).outcome is not Outcome.UNDECIDED:
         wrong.append("chaos without witnesses is not in doubt")
-    clean = [held(bench, arm, CONTROL) for arm in (SEEN, CHAOS)]
+    clean = [bench.held(arm, CONTROL) for arm in (SEEN, CHAOS)]
     return wrong + [verdict.sentence for verdict in clean if verdict.outcome is not Outcome.EQUIVALENT]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +20,6 @@ from harness.parity.outcome import Finding, Grade, Outcome, Stage
 from harness.parity.record import load
 from tests.parity.arms import Arm, Params, broken
 from tests.parity.conftest import Bench
-from tests.parity.edits import edit_json
 from tests.parity.lab import CLEAN, write_capture
 from tests.parity.network import initial
 from tests.support.mutants import Slip, each, finds
@@ -139,7 +137,7 @@ def test_one_factor_on_all_clipped_gradients_is_of_clipping_or_of_sgd(bench: Ben
 
 
 def test_a_lost_tail_of_an_update_shows_in_its_piece(bench: Bench, tmp_path: Path) -> None:
-    run = copied(bench, tmp_path)
+    run = bench.copy(THREE, tmp_path)
     changes = load_file(run / "capture/update-000002.safetensors")
     changes["blocks.0.w_up.weight"].ravel()[-2:] = 0.0
     write_capture(run, 2, changes, "update")
@@ -150,7 +148,7 @@ def test_a_lost_tail_of_an_update_shows_in_its_piece(bench: Bench, tmp_path: Pat
 
 
 def test_what_has_no_gradient_must_not_move(bench: Bench, tmp_path: Path) -> None:
-    run = copied(bench, tmp_path)
+    run = bench.copy(THREE, tmp_path)
     for step in (1, 2, 3):
         grads = load_file(run / f"capture/step-{step:06d}.safetensors")
         write_capture(run, step, {name: value for name, value in grads.items() if name != "embedding.weight"})
@@ -158,7 +156,7 @@ def test_what_has_no_gradient_must_not_move(bench: Bench, tmp_path: Path) -> Non
 
 
 def test_where_it_cannot_be_worked_out_nothing_is_said(bench: Bench, tmp_path: Path) -> None:
-    run = copied(bench, tmp_path)
+    run = bench.copy(THREE, tmp_path)
     (run / "capture/step-000002.safetensors").unlink()
     assert {finding.step for finding in judged_whole(run)} == {1}
     assert judged(bench.run(replace(THREE, updates=(2, 3)))) == []
@@ -172,13 +170,6 @@ def judged_whole(run: Path) -> list[Finding]:
 
     edit_config(run, "measure", capture_steps=[1, 3])
     return judged(run)
-
-
-def copied(bench: Bench, tmp_path: Path) -> Path:
-    run = tmp_path / "lab" / "run"
-    shutil.copytree(bench.run(THREE), run)
-    edit_json(run / "provenance.json")
-    return run
 
 
 MUON = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,13 +10,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from harness.parity import Outcome, Verdict, compare
+from harness.parity import Outcome
 from harness.parity.tiers.arithmetic import SAFETY, Arithmetic, margin
 from harness.parity.tiers.envelope import Envelope
 from harness.store.rundir import flatten
 from tests.parity.arms import Arm
 from tests.parity.conftest import Bench
-from tests.parity.lab import CLEAN, write_capture
+from tests.parity.lab import write_capture
 
 ARM = Arm(engine="native", strategy="optim", updates=())
 EXACT = Arm(engine="single", strategy="no_shard", compute="fp64", main="fp64", ranks=1, k=4, updates=())
@@ -27,8 +26,7 @@ RUN = Arithmetic.of(flatten(ARM.config()))
 
 def knowing(bench: Bench, tmp_path: Path, **moves: float) -> Path:
     """The exact control, with a reach of 1e-7 for every tensor, and another where one is given."""
-    run = tmp_path / "lab" / "control"
-    shutil.copytree(bench.run(EXACT), run)
+    run = bench.copy(EXACT, tmp_path / "control")
     names = load_file(run / "capture/step-000001.safetensors")
     reach = {name: {"distance": moves.get(name.replace(".", "_"), 1e-7), "scale": 1e-8} for name in names}
     reach[""] = {"distance": 1e-7, "scale": 1e-8, "loss": 1e-8}
@@ -38,8 +36,7 @@ def knowing(bench: Bench, tmp_path: Path, **moves: float) -> Path:
 
 def moved(bench: Bench, tmp_path: Path, off: float) -> Path:
     """The arm, with noise of a relative size on one tensor."""
-    run = tmp_path / "lab" / "moved"
-    shutil.copytree(bench.run(ARM), run)
+    run = bench.copy(ARM, tmp_path / "moved")
     grads = load_file(run / "capture/step-000001.safetensors")
     noise = np.random.default_rng(5).standard_normal(grads[TENSOR].shape)
     grads[TENSOR] += (off * noise * np.linalg.norm(grads[TENSOR]) / np.linalg.norm(noise)).astype(np.float32)
@@ -47,18 +44,14 @@ def moved(bench: Bench, tmp_path: Path, off: float) -> Path:
     return run
 
 
-def judged(arm: Path, control: Path) -> Verdict:
-    return compare(arm, control, sources=CLEAN)
-
-
 def test_what_counting_passes_a_known_reach_refutes(bench: Bench, tmp_path: Path) -> None:
     arm = moved(bench, tmp_path, 3e-6)
-    assert judged(arm, bench.run(EXACT)).outcome in (Outcome.EQUIVALENT, Outcome.UNDECIDED)
-    verdict = judged(arm, knowing(bench, tmp_path))
+    assert bench.held(arm, EXACT).outcome in (Outcome.EQUIVALENT, Outcome.UNDECIDED)
+    verdict = bench.held(arm, knowing(bench, tmp_path))
     assert verdict.outcome is Outcome.DIFFERENT
     assert TENSOR in verdict.sentence
-    assert judged(arm, knowing(bench, tmp_path / "far", blocks_0_w_up_weight=1e-6)).findings == ()
-    assert judged(bench.run(ARM), tmp_path / "lab" / "control").outcome is Outcome.EQUIVALENT
+    assert bench.held(arm, knowing(bench, tmp_path / "far", blocks_0_w_up_weight=1e-6)).findings == ()
+    assert bench.held(ARM, tmp_path / "control" / "lab" / "run").outcome is Outcome.EQUIVALENT
 
 
 def test_few_elements_are_given_more_room_by_what_few_draws_can_tell() -> None:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from harness.parity import Outcome, compare
+from harness.parity import Outcome
 from harness.parity.tiers import trajectory
 from harness.parity.tiers.trajectory import stable_until
 from tests.parity.conftest import Bench
 from tests.parity.corpus import FP32, OURS
 from tests.parity.edits import edit_lines
-from tests.parity.lab import CLEAN
 from tests.support.mutants import finds
 
 
@@ -46,13 +44,11 @@ def changed(bench: Bench, tmp_path: Path, *, arm_bursts: bool, control_bursts: b
     """Two clean runs whose losses come apart at step 8; in one or both the norms burst there."""
     runs = []
     for arm, bursts, name in ((OURS, arm_bursts, "arm"), (FP32, control_bursts, "control")):
-        run = tmp_path / "lab" / name
-        shutil.copytree(bench.run(arm), run)
+        runs.append(bench.copy(arm, tmp_path / name))
         if bursts:
-            burst(run, 9)
-        runs.append(run)
+            burst(runs[-1], 9)
     edit_lines(runs[0], lambda lines: lines[7].update(loss=lines[7]["loss"] * 1.02))
-    return compare(*runs, sources=CLEAN).outcome
+    return bench.held(*runs).outcome
 
 
 def test_an_arm_that_bursts_alone_is_different(bench: Bench, tmp_path: Path) -> None:

@@ -37,6 +37,17 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.fixture
+def copy(store: Path, tmp_path: Path) -> Path:
+    """It once more, to be changed."""
+    path: Path = shutil.copytree(store, tmp_path / "copy")
+    return path
+
+
+def broken_arm(store: Path) -> Path:
+    return next((store / "lab").glob("tiny-native-optim-fp32-*-steps12-[!s]*"))
+
+
 def test_every_arm_meets_the_control_of_its_seeds(store: Path) -> None:
     found = verdict(store, "lab", sources=CLEAN)
     outcomes = sorted((Path(arm.arm).name.rpartition("-")[0], arm.outcome) for arm in found.arms)
@@ -54,11 +65,10 @@ def test_every_arm_meets_the_control_of_its_seeds(store: Path) -> None:
     assert json.loads(json.dumps(found.as_json(), allow_nan=False))["outcome"] == "DIFFERENT"
 
 
-def test_an_unfinished_arm_is_named_and_the_others_judged(store: Path, tmp_path: Path) -> None:
-    shutil.copytree(store, tmp_path / "copy")
-    victim = next((tmp_path / "copy" / "lab").glob("tiny-native-optim-fp32-*-steps12-[!s]*"))
+def test_an_unfinished_arm_is_named_and_the_others_judged(copy: Path) -> None:
+    victim = broken_arm(copy)
     edit_json(victim / "status.json", state="failed", reason="out of memory")
-    found = verdict(tmp_path / "copy", "lab", sources=CLEAN)
+    found = verdict(copy, "lab", sources=CLEAN)
     assert found.exit_code == 4
     assert len(found.arms) == 4
     assert "it is failed, not done (out of memory)" in " ".join(study_text(found).split())
@@ -68,49 +78,43 @@ def test_an_unfinished_arm_is_named_and_the_others_judged(store: Path, tmp_path:
     ("cells", "says"),
     [([{"signature": "s", "directory": "d", "control": None}], "is empty"), ([], r"study\.json lists no cells")],
 )
-def test_a_record_of_nothing_to_judge_is_a_bad_request(
-    store: Path, tmp_path: Path, cells: list[dict[str, object]], says: str
-) -> None:
-    shutil.copytree(store, tmp_path / "copy")
-    edit_json(tmp_path / "copy" / "lab" / "study.json", cells=cells)
+def test_a_record_of_nothing_to_judge_is_a_bad_request(copy: Path, cells: list[dict[str, object]], says: str) -> None:
+    edit_json(copy / "lab" / "study.json", cells=cells)
     with pytest.raises(BadRequest, match=says):
-        verdict(tmp_path / "copy", "lab", sources=CLEAN)
+        verdict(copy, "lab", sources=CLEAN)
 
 
-def test_an_arm_whose_control_is_not_listed_is_told_of_the_record(store: Path, tmp_path: Path) -> None:
-    shutil.copytree(store, tmp_path / "copy")
-    record = tmp_path / "copy" / "lab" / "study.json"
+def test_an_arm_whose_control_is_not_listed_is_told_of_the_record(copy: Path) -> None:
+    record = copy / "lab" / "study.json"
     cells = [cell for cell in json.loads(record.read_text())["cells"] if cell["control"]]
     edit_json(record, cells=cells)
     with pytest.raises(StoreError, match=rf"study\.json compares .* with {cells[0]['control'][:8]}, which it does not"):
-        so_far(tmp_path / "copy", "lab", sources=CLEAN)
+        so_far(copy, "lab", sources=CLEAN)
     with pytest.raises(BadRequest, match="valid: lab"):  # the damaged record hides no answer about another study
-        verdict(tmp_path / "copy", "typo")
+        verdict(copy, "typo")
 
 
 @kills("The terminal", "unlisted control", "An unlisted control ends a verdict with a KeyError")
-def test_a_record_that_nobody_checks_is_found(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_record_that_nobody_checks_is_found(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Slip(records, "read_study", 'cell["control"] not in listed', "False").put(monkeypatch)
     with pytest.raises(KeyError):
-        test_an_arm_whose_control_is_not_listed_is_told_of_the_record(store, tmp_path)
+        test_an_arm_whose_control_is_not_listed_is_told_of_the_record(copy)
 
 
-def test_a_study_asks_for_damaged_runs_alone(store: Path, tmp_path: Path) -> None:
+def test_a_study_asks_for_damaged_runs_alone(copy: Path) -> None:
     """Asking for the study leaves a run that is done as it is; the damaged one is named."""
-    shutil.copytree(store, tmp_path / "copy")
-    victim = next((tmp_path / "copy" / "lab").glob("tiny-native-optim-fp32-*-steps12-[!s]*"))
+    victim = broken_arm(copy)
     edit_lines(victim, lambda lines: lines.pop())
-    last = study_text(verdict(tmp_path / "copy", "lab", sources=CLEAN)).splitlines()[-1]
+    last = study_text(verdict(copy, "lab", sources=CLEAN)).splitlines()[-1]
     assert victim.name in last
     assert last.endswith("launch.rerun=always")
 
 
-def test_a_cell_that_was_never_started_is_named(store: Path, tmp_path: Path) -> None:
-    shutil.copytree(store, tmp_path / "copy")
-    gone = next((tmp_path / "copy" / "lab").glob("tiny-native-optim-fp32-*-steps12-[!s]*"))
+def test_a_cell_that_was_never_started_is_named(copy: Path) -> None:
+    gone = broken_arm(copy)
     shutil.rmtree(gone)
     with pytest.raises(BadRequest, match=f"1 of 6 cells was never started, or was removed: {gone.name}"):
-        verdict(tmp_path / "copy", "lab", sources=CLEAN)
+        verdict(copy, "lab", sources=CLEAN)
 
 
 def test_a_verdict_is_a_sentence_a_table_and_a_command(bench: Bench) -> None:
@@ -127,7 +131,7 @@ def test_a_verdict_is_a_sentence_a_table_and_a_command(bench: Bench) -> None:
 
 
 def test_bits_that_are_not_owed_are_not_called_bad(bench: Bench) -> None:
-    shown = text(compare(bench.run(replace(OURS, strategy="optim_grads")), bench.run(FP32), sources=CLEAN))
+    shown = text(bench.held(replace(OURS, strategy="optim_grads"), FP32))
     assert "BAD" not in shown
     assert "differ" in shown
     assert "numerics=fast promises no order of sums" in shown

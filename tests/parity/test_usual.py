@@ -7,12 +7,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from harness.config.catalog import ROOT
-from harness.parity import compare, study_text
+from harness.parity import study_text
 from harness.parity.outcome import Finding, Grade, Stage, StudyVerdict
 from harness.parity.telling import render
 from tests.parity.conftest import Bench
 from tests.parity.corpus import FAULTS
-from tests.parity.lab import CLEAN
 from tests.parity.test_witness import CONTROL, SEEN
 from tests.support.mutants import finds
 
@@ -30,7 +29,7 @@ def explained() -> set[str]:
 
 
 def test_every_check_is_explained(bench: Bench) -> None:
-    verdicts = [bench.judge(case) for case in FAULTS] + [compare(bench.run(SEEN), bench.run(CONTROL), sources=CLEAN)]
+    verdicts = [bench.judge(case) for case in FAULTS] + [bench.held(SEEN, CONTROL)]
     seen = {finding.check for verdict in verdicts for finding in (*verdict.evidence, *verdict.findings)}
     assert {check for check in seen if not check.endswith((" bits", " is finite"))} <= explained()
     sources = "".join(path.read_text() for path in (ROOT / "harness/parity").rglob("*.py"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +13,7 @@ import numpy as np
 import pytest
 
 from harness.config.roundoff import UNIT
-from harness.parity import Grade, Outcome, Verdict, compare
+from harness.parity import Grade, Outcome, Verdict
 from harness.parity.alone import witness
 from harness.parity.outcome import Stage
 from harness.parity.tiers import gradients
@@ -40,7 +39,6 @@ from tests.parity.corpus import (
     unreduced,
 )
 from tests.parity.edits import edit_json
-from tests.parity.lab import CLEAN
 from tests.support.mutants import each, finds, kills
 
 TINY_RUN = Arithmetic("fp32", "fp32", "fp32", "fp32", 4, 2, 2, 4, 2048, 512, 200_000)
@@ -63,16 +61,6 @@ REDUCTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def held(bench: Bench, arm: Arm, control: Arm) -> Verdict:
-    """The verdict on two arms."""
-    return compare_paths(bench.run(arm), bench.run(control))
-
-
-def compare_paths(arm: Path, control: Path) -> Verdict:
-    """The verdict on two run directories."""
-    return compare(arm, control, sources=CLEAN)
-
-
 def own(verdict: Verdict) -> list[Any]:
     """Evidence that witnesses gave."""
     return [row for row in verdict.evidence if row.check in CHECKS]
@@ -81,7 +69,7 @@ def own(verdict: Verdict) -> list[Any]:
 @pytest.mark.parametrize("change", ROUNDINGS, ids=str)
 @pytest.mark.parametrize("seed", range(3))
 def test_what_rounding_does_passes_with_room(bench: Bench, change: dict[str, Any], seed: int) -> None:
-    verdict = held(bench, replace(SEEN, seed=seed, **change), replace(CONTROL, seed=seed))
+    verdict = bench.held(replace(SEEN, seed=seed, **change), replace(CONTROL, seed=seed))
     assert verdict.outcome in (Outcome.EQUAL, Outcome.EQUIVALENT), verdict.sentence
     assert {row.check for row in own(verdict)} == CHECKS
     assert max(row.ratio for row in own(verdict)) < 0.8
@@ -91,7 +79,7 @@ def test_what_rounding_does_passes_with_room(bench: Bench, change: dict[str, Any
 @pytest.mark.parametrize("name", REDUCTIONS)
 def test_a_wrong_sum_is_found_in_the_reduction_whatever_it_is_held_against(bench: Bench, arm: Arm, name: str) -> None:
     wrong = broken(arm, **REDUCTIONS[name])
-    verdict = held(bench, wrong, replace(arm, engine="ddp", strategy="no_shard"))
+    verdict = bench.held(wrong, replace(arm, engine="ddp", strategy="no_shard"))
     assert verdict.outcome is Outcome.DIFFERENT
     first = next(finding for finding in verdict.findings if finding.grade is not Grade.ok)
     assert (first.step, first.stage) == (1, Stage.reduction)
@@ -100,27 +88,25 @@ def test_a_wrong_sum_is_found_in_the_reduction_whatever_it_is_held_against(bench
 def test_two_runs_with_the_same_fault_are_different_too(bench: Bench) -> None:
     """Equal bits prove nothing where both are wrong."""
     wrong = broken(SEEN, reduced=duplicated)
-    verdict = held(bench, replace(wrong, replicate=1), wrong)
+    verdict = bench.held(replace(wrong, replicate=1), wrong)
     assert verdict.outcome is Outcome.DIFFERENT
     assert "sum of local gradients (reduction" in verdict.sentence
 
 
 def test_wrong_weights_come_first(bench: Bench, tmp_path: Path) -> None:
-    run = tmp_path / "lab" / "run"
-    shutil.copytree(bench.run(SEEN), run)
+    run = bench.copy(SEEN, tmp_path)
     wrong = {"rank": 1, "tensor": "head.output.weight", "what": "computed with other weights than the main ones"}
     edit_json(run / "capture" / "witness-000001.json", wrong_weights=[wrong])
-    verdict = compare_paths(run, bench.run(CONTROL))
+    verdict = bench.held(run, CONTROL)
     assert verdict.outcome is Outcome.DIFFERENT
     assert "weights of the forward (gather, first in head.output.weight)" in verdict.sentence
 
 
 def replicas(bench: Bench, tmp_path: Path, others: list[int]) -> Verdict:
     """The verdict on a run of which these ranks end with other weights."""
-    run = tmp_path / str(others) / "lab" / "run"
-    shutil.copytree(bench.run(OURS), run)
+    run = bench.copy(OURS, tmp_path / str(others))
     edit_json(run / "summary.json", other_replicas=others)
-    return compare_paths(run, bench.run(FP32))
+    return bench.held(run, FP32)
 
 
 def test_a_rank_that_ends_with_other_weights_is_different_and_named(bench: Bench, tmp_path: Path) -> None:
@@ -154,20 +140,20 @@ MUTANTS: dict[str, tuple[str, Callable[[Any], Any]]] = {
 def test_a_mutant_is_noticed(bench: Bench, monkeypatch: pytest.MonkeyPatch, mutant: str) -> None:
     """Three bits fewer than fp32 has: in doubt, and no matter to ten times the bound or to the envelope of a pair."""
     arm = broken(SEEN, reduced=stored_as(twenty_one_bits))
-    assert held(bench, arm, CONTROL).outcome is Outcome.UNDECIDED
+    assert bench.held(arm, CONTROL).outcome is Outcome.UNDECIDED
     name, change = MUTANTS[mutant]
     monkeypatch.setattr(witness, name, change(getattr(witness, name)))
-    assert held(bench, arm, CONTROL).outcome is Outcome.EQUIVALENT
+    assert bench.held(arm, CONTROL).outcome is Outcome.EQUIVALENT
 
 
 @kills("The comparator: a run's own witnesses", "scale x 10", "The bound on the scale of a sum is ten times as wide")
 def test_a_scale_ten_times_as_wide_is_noticed(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     arm = broken(SEEN_BF16, reduced=scaled(1 + 2e-6))
-    scales = [row for row in held(bench, arm, CONTROL_BF16).evidence if row.check == "scale of the sum"]
+    scales = [row for row in bench.held(arm, CONTROL_BF16).evidence if row.check == "scale of the sum"]
     assert scales[0].grade is not Grade.ok
     monkeypatch.setattr(witness, "SIGMAS", 40.0)
     monkeypatch.setattr(Arithmetic, "scaling", 1e-4)
-    scales = [row for row in held(bench, arm, CONTROL_BF16).evidence if row.check == "scale of the sum"]
+    scales = [row for row in bench.held(arm, CONTROL_BF16).evidence if row.check == "scale of the sum"]
     assert scales[0].grade is Grade.ok
 
 

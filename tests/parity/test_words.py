@@ -31,10 +31,6 @@ RESOLVED = "in the gradients captured at step 1 would have shown"
 BESIDES = "; and besides, "
 
 
-def held(bench: Bench, arm: Arm, control: Arm) -> Verdict:
-    return compare(bench.run(arm), bench.run(control), sources=CLEAN)
-
-
 # -- what is taken away ------------------------------------------------------------------------------------------------
 
 
@@ -136,7 +132,7 @@ def wrong_looks(bench: Bench, folder: Path) -> Iterator[str]:
         yield "one step that was worked out again"
     if "fed" in told("unfed", list, lambda lines: [line.pop("fed_digest") for line in lines]):
         yield "nobody looked at what it was fed"
-    silent = said_of(held(bench, *(replace(arm, checked=False) for arm in (SEEN, CONTROL))))
+    silent = said_of(bench.held(*(replace(arm, checked=False) for arm in (SEEN, CONTROL))))
     if silent != f"{LOOKED_AT}; {WORKED_OUT_AGAIN}: at no step":
         yield f"of two without a stream: {silent}"
 
@@ -162,18 +158,18 @@ def masked(bench: Bench, _: Path) -> Iterator[str]:
     """Late faults of one run that another run's explained one hides, and clean runs that are accused."""
     for name, (arm, said) in LATE.items():
         for pair in ((arm, AHEAD), (AHEAD, arm)):
-            sentence = held(bench, *pair).sentence
+            sentence = bench.held(*pair).sentence
             known, _, more = sentence.partition(BESIDES)
             if "as if one step had been taken before" not in known or not more.startswith(f"at step {AT}, {said}"):
                 yield f"{name}: {sentence}"
     both = broken(replace(SEEN, updates=(1,)), adam_steps_ahead=1, reduced=scaled(1.00001), reduced_from=AT)
-    if f"{BESIDES}at step {AT}, sum, sketched" not in (sentence := held(bench, both, CONTROL).sentence):
+    if f"{BESIDES}at step {AT}, sum, sketched" not in (sentence := bench.held(both, CONTROL).sentence):
         yield f"of one run: {sentence}"
     for pair in ((SEEN, AHEAD), (AHEAD, SEEN)):
-        verdict = held(bench, *pair)
+        verdict = bench.held(*pair)
         if verdict.outcome is not Outcome.DIFFERENT or not verdict.sentence.endswith(REST):
             yield f"clean: {verdict.sentence}"
-    if "besides" in (sentence := held(bench, LATE["gradients in bf16"][0], CONTROL).sentence):
+    if "besides" in (sentence := bench.held(LATE["gradients in bf16"][0], CONTROL).sentence):
         yield f"one fault is two: {sentence}"
 
 
