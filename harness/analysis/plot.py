@@ -52,8 +52,8 @@ def plain(text: object) -> str:
     return f"{' ' * cut.startswith('_')}{cut}".replace("$", r"\$")
 
 
-def bars(count: int, width: float = 8.0) -> tuple[Figure, Axes]:
-    figure, ax = plt.subplots(figsize=(width, 1.5 + 0.34 * max(2, count)), layout="constrained")
+def bars(count: int) -> tuple[Figure, Axes]:
+    figure, ax = plt.subplots(figsize=(8, 1.5 + 0.34 * max(2, count)), layout="constrained")
     return figure, ax
 
 
@@ -70,8 +70,7 @@ def over_steps(ax: Axes) -> None:
     ax.set_axisbelow(True)
 
 
-def losses(steps: pd.DataFrame, ax: Axes, styles: Mapping[str, Style] | None = None) -> Axes:
-    styles = _styles(steps, styles)
+def losses(steps: pd.DataFrame, ax: Axes, styles: Mapping[str, Style]) -> Axes:
     for place, (run, line) in enumerate(steps.groupby("run", sort=False)):
         own = styles[str(run)]
         drawn: dict[str, Any] = {"linewidth": 4.0, "alpha": 0.35} if own.colour == CONTROL else {"linewidth": 1.3}
@@ -87,23 +86,16 @@ def losses(steps: pd.DataFrame, ax: Axes, styles: Mapping[str, Style] | None = N
     return ax
 
 
-def differences(
-    frame: pd.DataFrame,
-    ax: Axes,
-    styles: Mapping[str, Style] | None = None,
-    bounds: pd.DataFrame | None = None,
-) -> Axes:
+def differences(frame: pd.DataFrame, ax: Axes, styles: Mapping[str, Style], bounds: pd.DataFrame) -> Axes:
     """Absolute relative loss difference to the control over steps (`stats.against`), logarithmic down to the smallest.
 
     Args: bounds: of rounding (`judge.bounds`), dashed.
     """
-    styles = _styles(frame, styles)
-    allowed = bounds if bounds is not None else pd.DataFrame(columns=["run", "step", "allowed"])
     for run, line in frame.groupby("run", sort=False):
-        own, bound = styles[str(run)], allowed[allowed["run"] == run]
+        own, bound = styles[str(run)], bounds[bounds["run"] == run]
         ax.plot(line["step"], line["difference"].abs(), ".-", color=own.colour, label=own.label, linewidth=0.9)
         ax.plot(bound["step"], bound["allowed"].astype(float), "_--", color=own.colour, linewidth=1.2)
-    sizes = np.abs([*frame["difference"], *allowed["allowed"].astype(float)])
+    sizes = np.abs([*frame["difference"], *bounds["allowed"].astype(float)])
     ax.set_yscale("symlog", linthresh=min(sizes[np.isfinite(sizes) & (sizes > 0)], default=1e-17))
     ax.set_ylim(bottom=0)
     over_steps(ax)
@@ -136,7 +128,3 @@ def marks(values: Mapping[str, float], ax: Axes, styles: Mapping[str, Style], la
         rows, sizes = zip(*known, strict=True)
         ax.plot(sizes, rows, "D", color=CONTROL, mfc="white", markersize=6, label=label, clip_on=False, zorder=5)
     return ax
-
-
-def _styles(frame: pd.DataFrame, styles: Mapping[str, Style] | None) -> Mapping[str, Style]:
-    return style({str(run): str(run) for run in frame["run"].unique()}) if styles is None else styles

@@ -10,29 +10,29 @@ PARTS = {"data_s": "data", "forward_s": "forward", "backward_s": "backward", "op
 WARM_UP = 1
 
 
-def against(steps: pd.DataFrame, control: str, column: str = "loss") -> pd.DataFrame:
-    """Columns `run`, `step`, `difference` = (arm - control) / |control|, for steps that both have; 0 for two zeros.
+def against(steps: pd.DataFrame, control: str) -> pd.DataFrame:
+    """Columns `run`, `step`, `difference` of losses, (arm - control) / |control|, for common steps; 0 for two zeros.
 
     Raises `ValueError`: the control is not in the table.
     """
-    held = steps.loc[steps["run"] == control, ["step", column]]
+    held = steps.loc[steps["run"] == control, ["step", "loss"]]
     if held.empty:
         raise ValueError(f"control {control!r} is none of the runs: {', '.join(sorted(steps['run'].unique()))}")
-    arms = steps.loc[steps["run"] != control, ["run", "step", column]]
+    arms = steps.loc[steps["run"] != control, ["run", "step", "loss"]]
     joined = arms.merge(held, on="step", suffixes=("", "_control"))
-    base = joined[f"{column}_control"]
-    found = ((joined[column] - base) / base.abs()).mask((joined[column] == 0) & (base == 0), 0.0)
+    loss, base = joined["loss"], joined["loss_control"]
+    found = ((loss - base) / base.abs()).mask((loss == 0) & (base == 0), 0.0)
     return joined[["run", "step"]].assign(difference=found)
 
 
-def parts(steps: pd.DataFrame, warm_up: int = WARM_UP) -> pd.DataFrame:
+def parts(steps: pd.DataFrame) -> pd.DataFrame:
     """One row a run and part of a step's time: `run`, `part`, `seconds` (median over steps).
 
     `other` is the rest of the step, and includes forward and backward where a run does not separate them. Parts of runs
     without `other_s` may exceed the step, and are left out.
     """
     rows: list[tuple[str, str, float]] = []
-    for run, own in steps[steps["step"] > warm_up].groupby("run", sort=False):
+    for run, own in steps[steps["step"] > WARM_UP].groupby("run", sort=False):
         known = {name: own[column].astype(float).median() for column, name in PARTS.items()}
         known = {name: value for name, value in known.items() if value == value}
         other = own["step_time_s"] - own[list(PARTS)].astype(float).sum(axis=1)

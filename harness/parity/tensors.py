@@ -36,19 +36,12 @@ SMALL = 2**16
 """Bytes of a stored tensor up to which its values are kept for a while: 64 MiB of them at most."""
 
 
-class Unreadable(ValueError):
-    """A capture cannot be read; the message names file and reason."""
-
-
 def read_header(path: Path) -> tuple[dict[str, Held], dict[str, str]]:
-    """Tensors of a file and its metadata. Raises `Unreadable`: it is missing, truncated, or not in the format."""
-    try:
-        tensors, metadata = tensor_header.read(path)
-    except StoreError as error:
-        raise Unreadable(str(error)) from error
+    """Tensors of a file and its metadata. Raises `StoreError`: it is missing, truncated, or not in the format."""
+    tensors, metadata = tensor_header.read(path)
     for name, tensor in tensors.items():
         if tensor.dtype not in NUMPY_DTYPES:
-            raise Unreadable(f"{path}: {name} has dtype {tensor.dtype}; gradients are {', '.join(NUMPY_DTYPES)}")
+            raise StoreError(f"{path}: {name} has dtype {tensor.dtype}; gradients are {', '.join(NUMPY_DTYPES)}")
     return tensors, metadata
 
 
@@ -56,7 +49,7 @@ class Capture:
     def __init__(self, path: Path, tensors: Mapping[str, Held] | None = None) -> None:
         """Args: tensors: those of the file to take, by other names; None takes all.
 
-        Raises `Unreadable`: the file is missing, truncated, or not in the format.
+        Raises `StoreError`: the file is missing, truncated, or not in the format.
         """
         self.path = path
         self.tensors = read_header(path)[0] if tensors is None else tensors
@@ -183,7 +176,7 @@ def _header(path: Path, problems: list[str]) -> _Header | None:
         facts = checked(json.loads(metadata.get(METADATA, "null")), CAPTURED_STEP, where)
         if "terms" in facts:
             checked(facts, WITNESS, where)
-    except (Unreadable, StoreError, TypeError, AttributeError) as error:
+    except (StoreError, TypeError, AttributeError) as error:
         problems.append(str(error))
     except (ValueError, RecursionError) as error:
         problems.append(f"{path} has a damaged description: {error}")
@@ -255,9 +248,9 @@ def _take_former(found: Steps, folder: Path) -> None:
     def opened(path: Path) -> Capture | None:
         try:
             if read_json(path.with_suffix(".json"), dict) is None:
-                raise Unreadable(f"{path} is not complete: the description beside it is missing")
+                raise StoreError(f"{path} is not complete: the description beside it is missing")
             return Capture(path)
-        except (Unreadable, StoreError) as error:
+        except StoreError as error:
             found.problems.append(str(error))
             return None
 

@@ -214,7 +214,7 @@ MUTANTS = {
     ),
     "zero by zero": (
         lambda: test_two_losses_of_zero_do_not_differ(),
-        Slip(stats_module, "against", ".mask((joined[column] == 0) & (base == 0), 0.0)", "", "Two zeros differ by NaN"),
+        Slip(stats_module, "against", ".mask((loss == 0) & (base == 0), 0.0)", "", "Two zeros differ by NaN"),
     ),
 }
 

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from harness.parity.tensors import Capture, Unreadable
+from harness.parity.tensors import Capture
 from harness.parity.tiers.gradients import compare_tensor, names
+from harness.store.errors import StoreError
 from tests.parity.network import bf16
 
 
@@ -52,7 +53,7 @@ def test_bf16_is_read_exactly(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("dtype", "size", "says"), [("F32", 12, "asks for"), ("I64", 16, "dtype I64")])
 def test_a_damaged_file_is_named(tmp_path: Path, dtype: str, size: int, says: str) -> None:
     header = {"g": {"dtype": dtype, "shape": [16 // (4 if dtype == "F32" else 8)], "data_offsets": [0, 16]}}
-    with pytest.raises(Unreadable, match=says):
+    with pytest.raises(StoreError, match=says):
         Capture(by_hand(tmp_path / "x", header, b"\0" * size))
 
 
