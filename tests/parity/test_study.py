@@ -1,22 +1,27 @@
-"""Studies, wording and the close-up: what a person reads, and the exit codes scripts read."""
+"""Studies, wording and the close-up: what is asked, what a person reads and may type next."""
 
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from harness.cli.main import main, read
 from harness.config.errors import BadRequest
+from harness.config.overrides import check_overrides
 from harness.parity import Outcome, compare, so_far, study_text, text, verdict, zoom
 from harness.parity.telling import render
-from harness.store import study as records
+from harness.parity.telling.wording import OUTCOMES
+from harness.store import provenance, study as records
 from harness.store.errors import StoreError
 from tests.parity.arms import Params, broken
 from tests.parity.conftest import Bench
-from tests.parity.corpus import FAULTS, FP32, OURS, duplicated
+from tests.parity.corpus import FAULTS, FP32, OURS, Case, duplicated, scaled
 from tests.parity.edits import edit_json, edit_lines
 from tests.parity.lab import CLEAN, as_study, write
 from tests.support.mutants import Slip, each, kills
@@ -182,3 +187,48 @@ def test_the_close_up_names_what_there_is(bench: Bench) -> None:
         zoom(arm, control, "embedding")
     with pytest.raises(BadRequest, match="valid: 1"):
         zoom(arm, control, "embedding.weight", step=2)
+
+
+DOUBTED = broken(replace(OURS, updates=()), reduced=scaled(0.98, "blocks"), reduced_from=8)
+"""UNDECIDED at step 8 or later: nothing was captured there."""
+
+
+def test_verdict_takes_runs_and_a_control(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    control, *arms = (write(tmp_path, each) for each in (FP32, OURS, replace(OURS, strategy="optim_grads")))
+    for run in (control, *arms):
+        edit_json(run / "provenance.json", sources_digest=provenance.sources_digest())
+    assert main(["verdict", str(arms[0]), "--control", str(control), str(arms[1]), str(control)]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "EQUIVALENT: runs held against one control, 2 comparisons" in out, "the control itself is no arm"
+    assert OUTCOMES[Outcome.EQUIVALENT] in out
+    assert main(["verdict", str(control), "--control", str(control)]) == 2
+    assert "no run to hold against it" in " ".join(capsys.readouterr().err.split())
+    assert main(["verdict", "a", "b"]) == 2
+    assert "verdict RUN ... --control RUN" in " ".join(capsys.readouterr().err.split())
+
+
+def test_options_stand_anywhere() -> None:
+    _, arguments = read(["compare", "train.steps=3", "--code", "OLD", "NEW", "--bitwise", "data.seq_len=8"])
+    assert (arguments.code, arguments.bitwise) == (["OLD", "NEW"], True)
+    assert arguments.words == ["train.steps=3", "data.seq_len=8"]
+    _, arguments = read(["compare", "RUN", "--json", "OTHER", "--root", "x"])
+    assert (arguments.words, arguments.json, arguments.root) == (["RUN", "OTHER"], True, "x")
+
+
+def accepted(command: str) -> None:
+    """What a shell makes of it is taken by the parser it is meant for."""
+    words = shlex.split(command)
+    if words[:2] == ["python", "run.py"]:
+        rest = words[4:] if words[2] == "--from" else words[2:]
+        assert words[2] != "--from" or Path(words[3]).is_dir()
+        check_overrides([word for word in rest if word != "-m"], multirun="-m" in rest)
+    else:
+        assert words[:3] == ["python", "-m", "harness"], command
+        read(words[3:])
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in FAULTS[::4]])
+def test_what_is_next_can_be_typed(bench: Bench, case: Case) -> None:
+    for found in (bench.judge(case), bench.held(DOUBTED, FP32)):
+        for command in re.findall(r"^next: (.*)", text(found), re.M):
+            accepted(command)
