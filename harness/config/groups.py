@@ -190,12 +190,8 @@ class SharpConfig(Group):
     """Use InfiniBand SHARP (CollNet) for the communicator that group names, if two or more machines share a switch."""
     algo: str | None = None
     """Value of NCCL_ALGO, such as CollnetDirect or ^NVLS. null: NCCL chooses."""
-    nvls_ctas: Annotated[int, Range(1, 64, "thread blocks"), SHARP, Only("sharp.nvlink", True)] | None = None
-    """Thread blocks of a collective over NVLink SHARP. null: NCCL chooses."""
     streaming: Annotated[Flag, SHARP, Only("sharp.infiniband", True)] = True
     """Streaming aggregation of long messages (InfiniBand SHARP). A switch has room for two such flows."""
-    overlap_gather: Annotated[Flag, SHARP, Only("sharp.infiniband", True)] = False
-    """Let gathers and reductions overlap in the SHARP plugin, as HPC-X 2.26 can (InfiniBand SHARP)."""
 
 
 Backend = StrEnum("Backend", "local slurm")

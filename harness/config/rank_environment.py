@@ -64,7 +64,6 @@ def network_environment(config: Config, attempt: Path | None = None) -> dict[str
         # NCCL reads this for each communicator anew: whoever creates the one that owns SHARP raises it meanwhile
         "NCCL_COLLNET_ENABLE": 0 if is_decided else None,
         "NCCL_ALGO": sharp.algo,
-        "NCCL_NVLS_NCHANNELS": sharp.nvls_ctas if nvlink else None,
         "NCCL_MIN_CTAS": ub.min_ctas,
         "NCCL_MAX_CTAS": SHARED_DEVICE_CTAS if shares and ub.max_ctas is None else ub.max_ctas,
         "NCCL_MULTI_RANK_GPU_ENABLE": 1 if shares else None,
@@ -74,7 +73,6 @@ def network_environment(config: Config, attempt: Path | None = None) -> dict[str
     if wants_infiniband_sharp(config):
         chosen |= {
             "SHARP_COLL_ENABLE_SAT": int(sharp.streaming),
-            "SHARP_COLLNET_OVERLAP_AG": 1 if sharp.overlap_gather else None,
             "SHARP_COLL_LOG_LEVEL": None
             if log is NcclLog.none
             else 3,  # tells whether the switches gave the job a tree

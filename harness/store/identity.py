@@ -65,6 +65,7 @@ REMOVED: Mapping[str, Mapping[str, Any]] = {
     "ckpt": {"background": False},
     "measure": {"rounding_fp8": False},
     "nccl_ub": {"cta_policy": "default", "fallback": "error"},
+    "sharp": {"nvls_ctas": None, "overlap_gather": False},
 }
 """Settings of stored runs that are none today, each with its default, which signatures still have, but for those of
 `ADDED`."""

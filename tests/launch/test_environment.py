@@ -42,8 +42,6 @@ def typed(root: Path, *overrides: str) -> Any:
         ("sharp.group=dp", NVLINK | SAT),
         ("sharp.group=dp sharp.infiniband=false", NVLINK),
         ("sharp.group=dp sharp.nvlink=false sharp.streaming=false", OFF | SAT | {"SHARP_COLL_ENABLE_SAT": "0"}),
-        ("sharp.group=dp sharp.nvls_ctas=8", NVLINK | SAT | {"NCCL_NVLS_NCHANNELS": "8"}),
-        ("sharp.group=dp sharp.overlap_gather=true", NVLINK | SAT | {"SHARP_COLLNET_OVERLAP_AG": "1"}),
         ("sharp.algo=^NVLS", {"NCCL_ALGO": "^NVLS"}),
         ("sharp.group=dp launch.nccl_log=none", NVLINK | {"SHARP_COLL_ENABLE_SAT": "1"}),
     ],
