@@ -42,8 +42,6 @@ class Capabilities:
     sums_itself: bool = False
     """True if the engine sums reductions itself, in dtype.grad_accum; else the backend sums in the wire's dtype."""
     user_buffers: tuple[Registration, ...] = ()
-    idle_parameters_torch: tuple[int, int] | None = None
-    """Least torch with `idle_parameters`; None: any."""
     orders_communicators: bool = False
     """True if the engine creates the communicators of both data-parallel axes itself, the owner of SHARP first."""
     tensor_parallel: bool = False
@@ -109,7 +107,6 @@ class EngineName(Choice):
             hybrid=_HYBRID[1:],
             equal_dtypes=(("main_grads", "main_params"),),
             outer_sums_in_wire=True,
-            idle_parameters_torch=(2, 13),
             tensor_parallel=True,
             fp8=True,
         ),

@@ -38,11 +38,6 @@ def tokens_per_step(cfg: Config) -> int:
     return cfg.train.global_batch_size * cfg.data.seq_len
 
 
-def ranks_per_node(cfg: Config) -> int:
-    """Ranks on each machine. Exact only where world_size is divisible by nodes."""
-    return cfg.mesh.world_size // cfg.cluster.nodes
-
-
 CUDA_CPUS = 4
 
 
@@ -52,7 +47,8 @@ def cpus_per_rank(cluster: Mapping[str, Any]) -> int:
 
 
 def devices_per_node(cfg: Config) -> int:
-    return -(-ranks_per_node(cfg) // cfg.cluster.ranks_per_device)
+    """Devices on each machine. Exact only where world_size is divisible by nodes."""
+    return -(-(cfg.mesh.world_size // cfg.cluster.nodes) // cfg.cluster.ranks_per_device)
 
 
 def accumulate_dtype(cfg: Config) -> Dtype:

@@ -42,12 +42,6 @@ SYNONYMS = _synonyms(
 )
 """Words of other programs: `group=word` and keys."""
 
-REPLACED_KEYS = {
-    "cta_policy": "NCCL reads it from the environment: export NCCL_CTA_POLICY",
-    "fork": "each rank is a process of its own: leave it out",
-}
-"""Settings that were given up, and what to do instead."""
-
 
 def nearest(word: str, pool: Iterable[str], count: int = 3) -> list[str]:
     names, lower = list(pool), word.lower()
@@ -62,18 +56,17 @@ def nearest(word: str, pool: Iterable[str], count: int = 3) -> list[str]:
 
 def explain_key(key: str) -> Violation:
     group, _, rest = key.partition(".")
-    about = REPLACED_KEYS.get(key.rpartition(".")[2].lower(), "")
     if rest and group in load_catalog():
         inside = [path for path in settings() if path.startswith(f"{group}.")]
         elsewhere = [path for path in settings() if path.endswith(f".{rest}")]
         meant = list(dict.fromkeys(_synonym(key) + elsewhere + (nearest(key, inside) or nearest(rest, settings()))))[:3]
         problem = f"{group} has no such setting"
-        return Violation(key, problem, ", ".join(inside) or "none of its own", _did_you_mean(meant), about)
+        return Violation(key, problem, ", ".join(inside) or "none of its own", _did_you_mean(meant))
     everything = [*load_catalog(), *settings()]
     meant = _synonym(key) or nearest(key, everything)
     meant = [name for name in meant if name.partition(".")[0] not in meant or "." not in name]  # the group says it
     if meant:
-        return Violation(key, "no such group or setting", fix=_did_you_mean(meant), about=about)
+        return Violation(key, "no such group or setting", fix=_did_you_mean(meant))
     problem, guide = "no such group or setting", page("configuration.md")
     return Violation(key, problem, "groups " + ", ".join(load_catalog()), f"{guide} lists every setting")
 

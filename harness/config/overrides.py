@@ -140,9 +140,6 @@ def _understand(text: str, override: Override) -> Word | list[Violation]:
 def _option_fault(group: str, option: Any) -> Violation | None:
     if option is None and group in NULLABLE:
         return None
-    if isinstance(option, dict):
-        inside = ", ".join(f"{group}.{key}={value}" for key, value in option.items())
-        return Violation(f"{group}={{...}}", "a group is chosen by name; its settings are set one by one", fix=inside)
     if str(option) not in load_catalog()[group]:
         return explain_option(group, option)
     try:

@@ -13,6 +13,7 @@ from typing import Annotated
 
 from harness.config.groups import (
     COUNT,
+    CUDA,
     SEED,
     Backend as Backend,
     ClusterConfig as ClusterConfig,
@@ -287,7 +288,7 @@ class MeasureConfig(Group):
     files. These steps count for no median."""
     trace_ranks: Annotated[list[Annotated[int, Range(0, 2**20)]] | None, TRACE] = field(default_factory=lambda: [0])
     """Ranks that record the traced steps. null: all."""
-    memory_snapshot: Annotated[Flag, TRACE] = False
+    memory_snapshot: Annotated[Flag, TRACE, CUDA] = False
     """Write each allocation of CUDA in the traced steps, with its stack, for pytorch.org/memory_viz. On a CPU the trace
     itself has the allocations."""
     step_checks: Annotated[Flag, RECORD] = True

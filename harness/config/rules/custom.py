@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from harness.config.capabilities import ENGINES
-from harness.config.catalog import ROOT
+from harness.config.catalog import load_catalog
 from harness.config.errors import Violation
-from harness.config.hints import nearest
+from harness.config.hints import explain_option
 from harness.config.own import described, trials
-from harness.config.rules.request import Request, refusal, rule
-from harness.config.schema import NO_FAULT, EngineName, MeasureMode, OptimizerName
+from harness.config.rules.request import Request, rule
+from harness.config.schema import NO_FAULT, EngineName, OptimizerName
 
 
 @rule()
@@ -46,26 +47,14 @@ def the_engine_takes_the_optimizer(request: Request) -> Iterator[Violation]:
         )
 
 
-callbacks_are_not_timed = refusal(
-    "",
-    lambda c: c.measure.callbacks and c.measure.mode is MeasureMode.bench,
-    "measure.callbacks",
-    "would run between timed steps",
-    fix="measure=default",
-)
-
-
 @rule("fault.name", "engine.name", "mesh.tp")
 def sample_acts(request: Request) -> Iterator[Violation]:
     config = request.config
     name, subject = config.fault.name, request.show("fault.name")
     if name == NO_FAULT or ":" in name:
         return
-    samples = sorted(path.stem for path in (ROOT / "conf" / "fault").glob("*.yaml"))
-    if name not in samples:
-        near = nearest(name, samples)
-        fix = f"did you mean fault={near[0]}?" if near else "fault.name=package.module:function"
-        yield Violation(subject, "is no sample", f"{', '.join(samples)}, or package.module:function", fix)
+    if name not in load_catalog()["fault"]:
+        yield replace(explain_option("fault", name), subject=subject)
     elif config.engine.name is not EngineName.native:
         text = f"is put into our own engine, and engine={config.engine.name.name} is another"
         yield Violation(subject, text, fix="engine=native")

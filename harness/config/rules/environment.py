@@ -1,7 +1,4 @@
-"""Rules on this machine before ranks start: devices, the store's folder, scheduler, optional packages.
-
-Nothing is written.
-"""
+"""Rules on this machine before ranks start: devices, scheduler, optional packages."""
 
 from __future__ import annotations
 
@@ -9,9 +6,7 @@ import importlib.util
 import os
 import shutil
 from collections.abc import Iterator
-from pathlib import Path
 
-from harness.config.derived import may_leave_unused
 from harness.config.errors import Violation
 from harness.config.rank_environment import visible_devices
 from harness.config.rules.request import Request, refusal, rule
@@ -69,39 +64,3 @@ def engine_is_installed(request: Request) -> Iterator[Violation]:
     if found != version:
         problem = f"needs {wanted}; " + (f"{name} {found} is installed" if found else f"{name} is not installed")
         yield Violation(f"engine={engine.name}", problem, fix=f"make peers, or {can.install}")
-
-
-@rule("model.skip_idle")
-def torch_copes_with_idle_parameters(request: Request) -> Iterator[Violation]:
-    """Parameters used on some ranks only depend on torch's version.
-
-    Checked for this machine's torch, the default of jobs too.
-    """
-    config, least = request.config, request.can.idle_parameters_torch
-    torch = versions(("torch",)).get("torch")
-    brings_own = config.cluster.backend is not Backend.local and config.cluster.python is not None
-    if least is None or torch is None or brings_own or tuple(map(int, torch.split(".")[:2])) >= least:
-        return
-    if may_leave_unused(config) and config.mesh.world_size > 1:
-        yield request.wrong(
-            "model.skip_idle",
-            "lets a microbatch leave parameters without a gradient on some ranks only;"
-            f" engine={config.engine.name.name} on torch {torch} then reduces other buckets there, and hangs",
-            "false",
-            f"model.skip_idle=false, or torch {least[0]}.{least[1]} and later, or engine=native",
-        )
-
-
-@rule()
-def root_is_writable(request: Request) -> Iterator[Violation]:
-    problem, root = "", Path(request.config.launch.root)
-    try:
-        folder = next((each for each in (root, *root.parents) if each.exists()), Path("/"))
-        if not folder.is_dir():
-            problem = f"{folder} is a file, not a folder"
-        elif not os.access(folder, os.W_OK | os.X_OK):
-            problem = f"{folder} is not writable"
-    except OSError as error:
-        problem = f"cannot be a folder: {error.strerror}"
-    if problem:
-        yield request.wrong("launch.root", problem, fix="launch.root=A_WRITABLE_FOLDER")

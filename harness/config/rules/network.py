@@ -48,14 +48,6 @@ sharp_has_one_owner = refusal(
     "engine=native, or sharp=none",
 )
 
-
-sharp_asks_for_something = refusal(
-    "",
-    lambda c: c.sharp.group.is_asked and not (c.sharp.nvlink or c.sharp.infiniband),
-    "sharp.group sharp.nvlink sharp.infiniband",
-    "asks for neither kind",
-    fix="sharp=none",
-)
 algorithms_are_nccls = refusal(
     "",
     lambda c: not {*(c.sharp.algo or "Ring").removeprefix("^").lower().split(",")} <= {*map(str.lower, ALGORITHMS)},

@@ -32,14 +32,6 @@ inline_is_here = refusal(
     "runs in this process, which cluster=slurm does not",
     fix="cluster=local",
 )
-one_machine_without_a_scheduler = refusal(
-    "cluster.nodes",
-    lambda c: c.cluster.backend is Backend.local and c.cluster.nodes > 1,
-    "cluster.nodes",
-    "cluster.backend=local is this machine only",
-    "1",
-    "cluster=slurm",
-)
 
 
 @rule("mesh.world_size", "cluster.nodes", "cluster.gpus_per_node", "cluster.ranks_per_device")
@@ -64,21 +56,9 @@ shared_devices_have_no_switch = refusal(
 )
 """NVLink SHARP sums over devices."""
 
-OF_SETTINGS = {
-    "partition": "cluster.partition",
-    "account": "cluster.account",
-    "qos": "cluster.qos",
-    "nodes": "cluster.nodes",
-    "ntasks": "mesh.world_size",
-    "ntasks-per-node": "mesh.world_size",
-    "cpus-per-task": "cluster.cpus_per_rank",
-    "gpus-per-node": "cluster.gpus_per_node",
-    "mem": "cluster.mem_gb",
-    "time": "cluster.time_min",
-    "signal": "cluster.grace_s",
-    **dict.fromkeys(("array", "job-name", "output", "error", "open-mode", "requeue", "no-requeue", "wrap", "parsable")),
-}
-"""Options of sbatch given by a setting, or (None) needed to find a run's job again."""
+OF_SBATCH = """partition account qos nodes ntasks ntasks-per-node cpus-per-task gpus-per-node mem time signal array
+    job-name output error open-mode requeue no-requeue wrap parsable"""
+"""Options of sbatch given by settings, or needed to find a run's job again."""
 
 
 @rule()
@@ -86,11 +66,9 @@ def a_job_is_told_once(request: Request) -> Iterator[Violation]:
     c = request.config.cluster
     named = [("cluster.flags", flag) for flag in c.flags] + [("cluster.additional", name) for name in c.additional]
     for path, name in named:
-        plain = name.replace("_", "-")
-        if plain in OF_SETTINGS:
-            setting = OF_SETTINGS[plain]
-            fix = f"{setting}=VALUE" if setting else "leave it out"
-            yield Violation(f"{path}: {name}", f"is {setting or 'how a run finds its job again'}", fix=fix)
+        if name.replace("_", "-") in OF_SBATCH.split():
+            problem = "is given by another setting, or is how a run finds its job again"
+            yield Violation(f"{path}: {name}", problem, fix="leave it out; a setting of cluster or mesh has its value")
 
 
 @rule("cluster.python")
@@ -176,7 +154,7 @@ def timed_runs_do_nothing_else(request: Request) -> Iterator[Violation]:
     if not _is_bench(request):
         return
     c = request.config
-    for path in STEP_LISTS:
+    for path in (*STEP_LISTS, "measure.callbacks"):
         if request.value(path):
             yield _beside(request, path, "[]")
     if c.ckpt.policy is not CkptPolicy.none:
@@ -232,12 +210,3 @@ def traced_ranks_are_there(request: Request) -> Iterator[Violation]:
         problem = f"are not all ranks of mesh.world_size={last + 1}" if asked else "names no rank"
         choices = f"numbers from 0 to {last}; null: all"
         yield request.wrong("measure.trace_ranks", problem, choices, "measure.trace_ranks=[0]")
-
-
-snapshots_are_of_cuda = refusal(
-    "measure.memory_snapshot cluster.device",
-    lambda c: c.measure.memory_snapshot and c.measure.trace_steps and c.cluster.device is Device.cpu,
-    "measure.memory_snapshot",
-    "records CUDA's allocator, and cluster.device=cpu has none: on a CPU the trace itself has every allocation",
-    fix="leave it out, or cluster.device=cuda",
-)
