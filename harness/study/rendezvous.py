@@ -32,8 +32,7 @@ ANSWER_TIMEOUT_S = 600.0
 """Seconds that a rank waits for rank 0: machines load the environment at very different speeds."""
 LINGER_S = 10.0
 """Seconds that rank 0 stays after a refusal, so that the others end with its reason."""
-_POLL_S = 0.02
-_SLOW_POLL_S = 0.5
+_POLL_S = 0.05
 _NAMES = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID")
 
 
@@ -57,14 +56,13 @@ def publish(folder: Path, place: RankPlace, answer: Answer) -> threading.Thread:
 
     def serve() -> None:
         answered: set[Path] = set()
-        pause, deadline = _POLL_S, time.monotonic() + ANSWER_TIMEOUT_S
+        deadline = time.monotonic() + ANSWER_TIMEOUT_S
         while time.monotonic() < deadline and sum(not each.exists() for each in answered) < place.world_size - 1:
             for question in set(folder.glob("ask-*")) - answered:
                 with contextlib.suppress(OSError):
                     write_json(question.with_name(question.name.replace("ask-", "answer-")), asdict(answer))
                     answered.add(question)
-            time.sleep(pause)
-            pause = min(1.1 * pause, _SLOW_POLL_S)
+            time.sleep(_POLL_S)
 
     thread = threading.Thread(target=serve, name="rendezvous", daemon=True)
     thread.start()
@@ -77,7 +75,9 @@ def ask(folder: Path, place: RankPlace, *, timeout_s: float = ANSWER_TIMEOUT_S) 
     Raises `TimeoutError`: no answer within `timeout_s` seconds. `OSError`: the folder cannot be written. `StoreError`:
     another user has answered.
     """
-    question = _leave_question(folder, place.rank)
+    private_folder(folder)
+    question = folder / f"ask-{place.rank}-{uuid.uuid4().hex}"
+    question.touch()
     reply = question.with_name(question.name.replace("ask-", "answer-"))
     deadline = time.monotonic() + timeout_s
     try:
@@ -93,17 +93,6 @@ def ask(folder: Path, place: RankPlace, *, timeout_s: float = ANSWER_TIMEOUT_S) 
         for path in (question, reply):
             with contextlib.suppress(OSError):
                 path.unlink()
-        with contextlib.suppress(OSError):
-            folder.rmdir()
-
-
-def _leave_question(folder: Path, rank: int) -> Path:
-    question = folder / f"ask-{rank}-{uuid.uuid4().hex}"
-    while True:
-        private_folder(folder)
-        with contextlib.suppress(FileNotFoundError):  # another rank was answered, and tidied up the folder
-            question.touch()
-            return question
 
 
 def shared_root(overrides: Sequence[str]) -> Path:

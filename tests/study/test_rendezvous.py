@@ -36,7 +36,7 @@ def test_every_rank_gets_the_answer_and_nothing_is_left(host_first: bool, tmp_pa
         assert [one.result(10) for one in waiting] == [answer] * 4
     published.join(10)
     assert not published.is_alive()
-    assert not folder.exists() or list(folder.iterdir()) == []
+    assert list(folder.iterdir()) == []
 
 
 def test_an_older_starts_answer_is_not_taken(tmp_path: Path) -> None:
@@ -82,7 +82,8 @@ def test_a_rank_that_is_led_astray_is_found(tmp_path: Path, monkeypatch: pytest.
 def test_questions_are_asked_where_nobody_else_may_write(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
-        rendezvous._leave_question(tmp_path / ".rendezvous" / "here", 1)
+        with pytest.raises(TimeoutError):
+            ask(tmp_path / ".rendezvous" / "here", place(1, 2), timeout_s=0)
     finally:
         os.umask(before)
     assert (tmp_path / ".rendezvous" / "here").stat().st_mode & 0o777 == 0o700
@@ -96,15 +97,8 @@ def test_a_question_left_by_a_dead_rank_does_not_keep_the_living_waiting(tmp_pat
     assert ask(tmp_path, place(1, 2), timeout_s=5) == Answer(exit_code=2)
 
 
-def test_a_host_alone_asks_for_nothing(tmp_path: Path) -> None:
-    before = {*threading.enumerate()}  # one of an earlier test may end meanwhile
-    publish(tmp_path / "none", place(0, 1), Answer(run="x")).join(10)
-    assert {*threading.enumerate()} <= before
-
-
 def test_starts_are_told_apart(tmp_path: Path) -> None:
     first = {"MASTER_ADDR": "a", "MASTER_PORT": "1"}
-    assert rendezvous_folder(tmp_path, first) == rendezvous_folder(tmp_path, dict(first))
     folders = {rendezvous_folder(tmp_path, env) for env in (first, first | {"MASTER_PORT": "2"}, {"SLURM_JOB_ID": "1"})}
     assert len(folders) == 3
 
