@@ -14,7 +14,7 @@ import shutil
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,11 +27,10 @@ from harness.launch.terminal import Terminal
 from harness.store import check_stream, checksums, screen, status
 from harness.store.rundir import Store
 from tests.bench import lab as timed
-from tests.cli.random_damages import DAMAGE, MORE_DAMAGE, Dice
+from tests.cli.damages import RANDOM, Dice
 from tests.parity.arms import Arm
 from tests.parity.edits import edit_json
 from tests.parity.lab import as_study, write
-from tests.support import wandb_stand_in
 from tests.support.mutants import kills
 
 CODES = {0, 1, 2, 3, 4, 69}
@@ -103,13 +102,6 @@ OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]")
 """Characters that no verb prints where its output is no terminal."""
 
 
-def _copies(root: Path) -> list[list[str]]:
-    """Verbs that send what is stored; a stand-in for wandb refuses what wandb cannot hold, or drops."""
-    run = min(str(path) for path in (root / "lab").glob("*-*"))
-    said = [["sync", "lab"], ["sync", run], ["sync", "lab"], ["wandb", "push", "lab"], ["wandb", "push", "timed"]]
-    return [[*words, "--offline", "--root", str(root)] for words in said]
-
-
 def _verbs(root: Path) -> list[list[str]]:
     study = root / "lab"
     first, second = (str(path) for path in sorted(study.iterdir()) if path.is_dir() and not path.name.startswith("."))
@@ -157,53 +149,50 @@ def damaged(whole: Path, folder: Path, dice: Dice, kind: str, name: str, verbs: 
     target = dice.choice(Store(root).runs()).path / name
     try:
         with contextlib.suppress(OSError, ValueError):  # what is no file, or damaged before
-            (DAMAGE | MORE_DAMAGE)[kind](target, dice)
-        child = os.fork()
-        if child == 0:
-            gc.disable()  # what earlier tests left behind would wait for threads that a fork lacks
-            try:
-                _asked(root, told, verbs)
-            finally:
-                os._exit(0)
-        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        return told.read_text() + ("" if status == 0 else f" (ended by {status})")
+            RANDOM[kind](target, target, dice)
+        return forked(root, told, verbs)
     finally:
         shutil.rmtree(root, ignore_errors=True)
 
 
-def found_wrong(
-    whole: Path,
-    folder: Path,
-    seeds: Sequence[int],
-    kinds: Mapping[str, object] = DAMAGE,
-    verbs: Verbs = _verbs,
-    files: Sequence[str] = FILES,
-) -> list[str]:
+def forked(root: Path, told: Path, verbs: Verbs) -> str:
+    """What is wrong with how verbs end in a process of their own."""
+    child = os.fork()
+    if child == 0:
+        gc.disable()  # what earlier tests left behind would wait for threads that a fork lacks
+        try:
+            _asked(root, told, verbs)
+        finally:
+            os._exit(0)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return told.read_text() + ("" if status == 0 else f" (ended by {status})")
+
+
+def found_wrong(whole: Path, folder: Path, seeds: Sequence[int], files: Sequence[str] = FILES) -> list[str]:
     """How verbs end badly, each with the seed, damage and file that make them."""
     wrong = []
     for seed in seeds:
         dice = random.Random(seed)
-        kind, name = dice.choice(sorted(kinds)), dice.choice(files)
-        if text := damaged(whole, folder, dice, kind, name, verbs):
+        kind, name = dice.choice(sorted(RANDOM)), dice.choice(files)
+        if text := damaged(whole, folder, dice, kind, name):
             wrong.append(f"seed {seed}, {kind} {name}: {text}")
     return wrong
 
 
 def test_the_fuzzer_sees_a_traceback(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(DAMAGE, "broken code", lambda *_: monkeypatch.setattr("harness.cli.runs.show", None))
+    monkeypatch.setitem(RANDOM, "broken code", lambda *_: monkeypatch.setattr("harness.cli.runs.show", None))
     text = damaged(whole, tmp_path, random.Random(0), "broken code", "config.yaml")
     assert "TypeError: 'NoneType' object is not callable" in text
 
 
-FELL = (20753, 22662)
-"""Seeds over which a verb once fell: configurations that lost what a table or a verdict reads."""
+def test_no_damage_makes_a_verb_fall(whole: Path, tmp_path: Path) -> None:
+    assert not found_wrong(whole, tmp_path, range(16))
 
 
-@pytest.mark.parametrize(("kinds", "seeds"), [(DAMAGE, (*FELL, *range(10))), (MORE_DAMAGE, range(8))])
-def test_no_damage_makes_a_verb_fall(
-    kinds: Mapping[str, object], seeds: Sequence[int], whole: Path, tmp_path: Path
-) -> None:
-    assert not found_wrong(whole, tmp_path, seeds, kinds)
+@pytest.mark.parametrize("kind", ["cut off", "reshaped"])
+def test_a_configuration_that_lost_a_setting_makes_no_verb_fall(kind: str, whole: Path, tmp_path: Path) -> None:
+    """Tables and verdicts read settings by name."""
+    assert not [text for seed in (1, 2) if (text := damaged(whole, tmp_path, Dice(seed), kind, "config.yaml"))]
 
 
 @pytest.fixture(scope="module")
@@ -218,14 +207,7 @@ def listed(whole: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_no_damage_of_what_was_listed_makes_a_verb_fall(listed: Path, tmp_path: Path) -> None:
     assert all(checksums.damage(run.path) == {} for run in Store(listed).runs())
-    assert not found_wrong(listed, tmp_path, range(6), DAMAGE | MORE_DAMAGE, files=(LIST, *FILES[:6]))
-
-
-def test_a_summary_that_is_a_text_makes_no_verb_fall(
-    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(DAMAGE, "a text", lambda path, _: path.write_text('"x"'))
-    assert not damaged(whole, tmp_path, random.Random(0), "a text", "summary.json")
+    assert not found_wrong(listed, tmp_path, range(6), (LIST, *FILES[:6]))
 
 
 ESCAPES = "\x1b[2J\x1b]0;mine\x07\x9b1m\r\u202e\x1b[8m"
@@ -272,8 +254,7 @@ def _shown(root: Path) -> list[list[str]]:
 
 
 def _readers(root: Path) -> list[list[str]]:
-    said = [["report", "lab"], ["retry", "none"]]
-    return [*_verbs(root), *_shown(root), *([*words, "--root", str(root)] for words in said)]
+    return [*_verbs(root), *_shown(root), ["report", "lab", "--root", str(root)]]
 
 
 def obeyed(whole: Path, folder: Path, part: str, verbs: Verbs = _readers) -> str:
@@ -284,16 +265,10 @@ def obeyed(whole: Path, folder: Path, part: str, verbs: Verbs = _readers) -> str
             _plant(run.path / name)
     if part == "facts":
         shutil.copytree(root / "timed", root / "x\x1b[31mx")
-    child = os.fork()
-    if child == 0:
-        gc.disable()  # what earlier tests left behind would wait for threads that a fork lacks
-        try:
-            _asked(root, folder / "told", verbs)
-        finally:
-            os._exit(0)
-    os.waitpid(child, 0)
-    shutil.rmtree(root)
-    return (folder / "told").read_text()
+    try:
+        return forked(root, folder / "told", verbs)
+    finally:
+        shutil.rmtree(root)
 
 
 @pytest.mark.parametrize("part", TEXTS)
@@ -318,28 +293,10 @@ def test_a_terminal_obeys_our_own_text_alone(monkeypatch: pytest.MonkeyPatch) ->
     assert not OBEYED.search(screen.visible(ESCAPES))
 
 
-# -- where damage is sent ----------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def quick_wandb(monkeypatch: pytest.MonkeyPatch) -> None:
-    wandb_stand_in.put_in_place(monkeypatch)
-
-
-@pytest.mark.usefixtures("quick_wandb")
-@pytest.mark.parametrize(("kinds", "seeds"), [(DAMAGE, range(2)), (MORE_DAMAGE, range(2))])
-def test_no_damage_makes_the_copy_fail(
-    kinds: Mapping[str, object], seeds: Sequence[int], whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("harness.cli.wandb_sync._page", lambda *_: "")
-    assert not found_wrong(whole, tmp_path, seeds, kinds, _copies)
-
-
 @pytest.mark.full
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("part", range(8))
 def test_no_damage_at_all_makes_a_verb_fall(part: int, whole: Path, listed: Path, tmp_path: Path) -> None:
-    assert not found_wrong(whole, tmp_path, range(100 + 60 * part, 160 + 60 * part))
-    assert not found_wrong(whole, tmp_path, range(100 + 60 * part, 160 + 60 * part), MORE_DAMAGE)
-    both = DAMAGE | MORE_DAMAGE
-    assert not found_wrong(listed, tmp_path, range(100 + 60 * part, 160 + 60 * part), both, files=(LIST, *FILES))
+    seeds = range(100 + 120 * part, 220 + 120 * part)
+    assert not found_wrong(whole, tmp_path, seeds)
+    assert not found_wrong(listed, tmp_path, seeds, (LIST, *FILES))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import subprocess
 import sys
@@ -16,9 +15,9 @@ from harness.config.catalog import ROOT
 from harness.store.metrics import read_metrics
 from harness.store.rundir import RunDir, Store
 from harness.store.study import read_study
+from tests.cli.test_run import SMALL as FEW, run
 
-SMALL = ["train.steps=2", "train.warmup_steps=0", "data.seq_len=32", "model.num_layers=1", "model.dim=32"]
-SMALL += ["mesh.world_size=1", "ckpt=none", "measure.capture_steps=[]"]
+SMALL = [*FEW, "mesh.world_size=1", "ckpt=none", "measure.capture_steps=[]"]
 FILE = """# @package _global_
 defaults:
   - override /hydra/sweeper: optuna
@@ -37,17 +36,6 @@ study: {objective: grad_norm}
 def plugin(package: str) -> pytest.MarkDecorator:
     missing = find_spec("hydra_plugins") is None or find_spec(f"hydra_plugins.{package}") is None
     return pytest.mark.skipif(missing, reason=f"needs {package.replace('_', '-')} (make peers)")
-
-
-def run(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(ROOT / "run.py"), *words],
-        cwd=cwd,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=250,
-    )
 
 
 def runs(folder: Path) -> list[RunDir]:

@@ -228,16 +228,6 @@ def test_runs_that_no_study_asked_for_are_told_from_a_study_that_was_never_run(
     assert "no study of this name was run" in capsys.readouterr().err
 
 
-def test_every_printed_command_is_made_where_its_words_are_known() -> None:
-    """A command in a text of its own would know of no store and no console script; `next:` has one of the makers."""
-    for file in provenance.PACKAGE.rglob("*.py"):
-        for line in re.findall(r".*next: .*", file.read_text()):
-            made = re.search(
-                r"commands\.|\{command\}|ask_again|\{look\}|wandb sync|tensorboard --logdir|`next:`|next: tuple", line
-            )
-            assert made or '"""' in line or "#" in line, f"{file.name}: {line}"
-
-
 test_a_mutant_is_found = finds(
     "The terminal",
     test_an_unfinished_study_is_asked_for_as_it_was="""

@@ -21,7 +21,7 @@ from harness.store import commands as commands_printed, provenance
 from tests.parity.corpus import FP32, OURS
 from tests.parity.edits import edit_json
 from tests.parity.lab import as_study, write
-from tests.support.bad_requests import Asker, BadRequest
+from tests.support.bad_requests import Asker
 from tests.support.programs import run_program
 
 ROOT = Path(__file__).parents[2]
@@ -116,7 +116,7 @@ def test_a_request_is_taken(command: str, folder: Path, asker: Asker) -> None:
     words = filled(command, folder)
     words = words[words.index("run.py") + 1 :]
     asked = words if "launch.dry_run=true" in words else [*words, "launch.dry_run=true"]
-    outcome = asker.ask(BadRequest(tuple(asked), ()))
+    outcome = asker.ask(asked)
     if outcome.code:
         assert re.fullmatch(ELSEWHERE, outcome.err, re.S), outcome.err
     else:

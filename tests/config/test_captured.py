@@ -6,7 +6,7 @@ import pytest
 
 from harness.config.captured import MIB, captured, spread
 from harness.config.derived import parameter_count
-from harness.config.schema import Config, MeasureMode, OptimizerName
+from harness.config.schema import Config, OptimizerName
 
 
 def config_of(steps: int = 20, dim: int = 64, limit_mib: int = 1024) -> Config:
@@ -61,9 +61,3 @@ def test_what_is_listed_is_captured_as_it_is() -> None:
     assert captured(config)[:2] == ((2, 5), (5,))
     config.measure.capture_steps = None
     assert captured(config)[:2] == ((1, 20), (5,))
-
-
-def test_a_timed_run_captures_nothing() -> None:
-    config = config_of()
-    config.measure.mode = MeasureMode.bench
-    assert captured(config).num_bytes == 0

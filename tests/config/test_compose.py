@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 
 from harness.config.catalog import NULLABLE, load_catalog
 from harness.config.compose import Cell, compose, compose_cell, composed, defaults
-from harness.config.derived import global_microbatches, may_leave_unused, microbatches_per_rank, parameter_count
+from harness.config.derived import may_leave_unused, parameter_count
 from harness.config.doc import settings
 from harness.config.errors import BadRequest
 from harness.config.schema import CkptPolicy, Config, EngineName, MeasureMode, Strategy
@@ -85,20 +85,11 @@ def holds_what_it_says(leaf: str, composer: Callable[[list[str]], Cell]) -> None
 @pytest.mark.parametrize(
     ("request_", "said"),
     [
-        ("fault=scale_by_two engine=ddp", "engine=ddp is another"),
-        ("fault=scale_by_two mesh.world_size=4 mesh.tp=2 train.microbatch_size=2", "is not implemented with mesh.tp=2"),
-        ("fault=F02_doubled_each_microbatch", "none, scale_by_two"),
-        ("fault.name=scale_by_tow", "did you mean fault=scale_by_two"),
-        ("fault.name=nothing_of_the_kind", "fault.name=package.module:function"),
-        ("fault=scale_by_two fault.begins_at=9 train.steps=8", "begins after the run has ended"),
-        ("fault.name=tests.faults.sums", "is no sample"),
-        ("fault.name=tests.faults.sums:", "names no function"),
         ("fault.name=tests.faults.sums:drop_rnk", "fix:   fault.name=tests.faults.sums:drop_rank"),
         ("fault.name=tests.faults.sums:torch", "valid: .*F02_doubled_each_microbatch"),
-        ("fault.begins_at=2", "has no effect with fault=none"),
     ],
 )
-def test_a_fault_that_is_none_or_would_do_nothing_is_refused(request_: str, said: str) -> None:
+def test_a_name_that_is_no_fault_is_told_those_beside_it(request_: str, said: str) -> None:
     with pytest.raises(BadRequest, match=said):
         compose([*request_.split(), DRY])
 
@@ -112,17 +103,11 @@ def test_the_default_cell() -> None:
     assert cell.overrides == ()
 
 
-@pytest.mark.parametrize("engine", ["ddp", "single"])
-def test_engines_that_replicate_imply_no_shard(engine: str) -> None:
-    cfg = compose([f"engine={engine}"]).typed
-    assert cfg.sharding.strategy is Strategy.no_shard
-    assert cfg.mesh.world_size == (1 if engine == "single" else 2)
-
-
-def test_an_experiment_implies_what_its_engine_implies() -> None:
-    cfg = compose(["experiment=oracle"]).typed
-    assert (cfg.engine.name, cfg.sharding.strategy, cfg.mesh.world_size) == (EngineName.single, Strategy.no_shard, 1)
-    assert cfg.dtype.compute.name == "fp64"
+@pytest.mark.parametrize(("option", "ranks"), [("engine=ddp", 2), ("engine=single", 1), ("experiment=oracle", 1)])
+def test_engines_that_replicate_imply_no_shard(option: str, ranks: int) -> None:
+    cfg = compose([option]).typed
+    assert (cfg.sharding.strategy, cfg.mesh.world_size) == (Strategy.no_shard, ranks)
+    assert cfg.dtype.compute.name == ("fp64" if option == "experiment=oracle" else "fp32")
 
 
 def test_what_is_typed_wins_over_what_is_implied() -> None:
@@ -140,25 +125,12 @@ def test_frozen_values_come_back_whole() -> None:
     assert cell.config["dtype"]["grad_comm"] == "bf16"
 
 
-def test_a_frozen_file_of_another_schema_is_refused() -> None:
-    config = compose().config
-    with pytest.raises(BadRequest) as caught:
-        load_config({**config, "train": {**config["train"], "stps": 3}, "shardng": {}})
-    assert {v.subject for v in caught.value.violations} == {"train.stps", "shardng"}
-
-
 def test_what_got_past_hydra_is_refused_when_frozen() -> None:
     cfg = composed()
     OmegaConf.set_struct(cfg, False)
     cfg.new = 1
     with pytest.raises(BadRequest, match="new: no such group or setting"):
         compose_cell(cfg, [])
-
-
-@pytest.mark.parametrize("override", ["+train.steps=5", "++train.steps=5", "~train", "~train.steps"])
-def test_signs_are_refused_even_on_known_keys(override: str) -> None:
-    with pytest.raises(BadRequest, match=r"cannot be (added|removed)"):
-        compose([override])
 
 
 def test_paths_mean_the_same_wherever_a_rank_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,11 +158,6 @@ def test_references_between_settings_are_resolved_or_refused() -> None:
         compose(["notes=${nowhere}"])
 
 
-def test_user_named_keys_are_open() -> None:
-    cell = compose(["cluster=slurm", "cluster.additional={exclusive: 1}", "cluster.additional.comment=x", DRY])
-    assert cell.typed.cluster.additional == {"exclusive": "1", "comment": "x"}
-
-
 def test_timing_implies_what_it_needs() -> None:
     config = compose(["measure=bench"]).typed
     assert config.measure.mode is MeasureMode.bench
@@ -212,11 +179,6 @@ def test_timing_implies_what_it_needs() -> None:
 )
 def test_what_may_be_left_unused_is_known_without_building(overrides: str, expected: bool) -> None:
     assert may_leave_unused(composing.compose(overrides.split()).typed) is expected
-
-
-def test_derived_numbers() -> None:
-    cfg = compose(["mesh.world_size=2", "train.global_batch_size=24", "train.microbatch_size=4"]).typed
-    assert (global_microbatches(cfg), microbatches_per_rank(cfg)) == (6, 3)
 
 
 @pytest.mark.parametrize(

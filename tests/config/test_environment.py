@@ -11,18 +11,6 @@ from harness.config.rules import environment
 from tests.support.composing import compose
 
 
-def test_a_root_below_a_file_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(BadRequest, match="is a file, not a folder"):
-        compose([f"launch.root={tmp_path}/file/runs"])
-
-
-def test_a_root_without_permission_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment.os, "access", lambda *_: False)
-    with pytest.raises(BadRequest, match="is not writable"):
-        compose([f"launch.root={tmp_path}"])
-
-
 def test_missing_tools_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment.shutil, "which", lambda _: None)
     with pytest.raises(BadRequest, match="no sbatch on PATH"):
@@ -52,16 +40,3 @@ def test_devices_are_counted_without_torch(monkeypatch: pytest.MonkeyPatch) -> N
     compose(["cluster.device=cuda", "cluster.ranks_per_device=2"])
     with pytest.raises(BadRequest, match=r"for 4 ranks, cluster\.ranks_per_device=2"):
         compose(["cluster.device=cuda", "cluster.ranks_per_device=2", "mesh.world_size=4"])
-
-
-def test_an_fsdp2_that_cannot_agree_on_unused_parameters_is_refused_where_ranks_would_wait(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    request = ["engine=fsdp2", "model=odd", "launch.dry_run=true"]
-    compose(request)
-    real = environment.versions
-    monkeypatch.setattr(environment, "versions", lambda names: real(names) | {"torch": "2.12.1+cu130"})
-    with pytest.raises(BadRequest, match=r"torch 2\.13 and later"):
-        compose(request)
-    for way_out in (["model.skip_idle=false"], ["mesh=one"], ["cluster=slurm", "cluster.python=p"]):
-        compose([*request, *way_out])

@@ -10,62 +10,32 @@ from harness.config.errors import BadRequest
 from tests.support.mutants import kills
 
 DRY = "launch.dry_run=true"
-MISTAKES = (
-    "mesh.world_size=6 mesh.tp=3",
-    "mesh.world_size=3",
-    "mesh.world_size=4 mesh.tp=3",
-    "mesh.world_size=5 mesh.tp=2",
-    "mesh.world_size=8 mesh.tp=8",
-    "mesh.world_size=12 mesh.tp=4",
-    "mesh.world_size=12 mesh.tp=6",
-    "mesh.world_size=3 mesh.tp=3",
-    "mesh.world_size=2 mesh.tp=4",
-    "mesh.tp=5",
-    "mesh.world_size=4 mesh.dp_outer=3",
-    "mesh.world_size=6 mesh.dp_outer=4",
-    "mesh.world_size=8 mesh.tp=2 mesh.dp_outer=3",
-    "mesh.world_size=6 mesh.dp_outer=2",
-    "mesh=two_by_two mesh.world_size=6",
-    "mesh=two_by_two train.global_batch_size=12",
-    "mesh.world_size=7",
-    "mesh.world_size=0",
-    "mesh.tp=0",
-    "mesh.dp_outer=0",
-    "mesh.world_size=4 mesh.tp=2 mesh.sequence_parallel=true data.seq_len=33",
-    "mesh.world_size=4 mesh.tp=2 model.num_heads=3",
-    "mesh.world_size=4 mesh.tp=4 model.num_kv_heads=2",
-    "mesh.world_size=4 mesh.tp=2 model.ffn_dim=175",
-    "mesh.world_size=3 mesh.tp=3 data=synthetic model.vocab_size=4",
-    "mesh.tp=2 model=moe",
-    "mesh.world_size=3 train.microbatch_size=7",
-    "train.global_batch_size=7",
-    "train.global_batch_size=10",
-    "train.global_batch_size=4",
-    "train.global_batch_size=1",
-    "train.global_batch_size=0",
-    "train.microbatch_size=3",
-    "train.microbatch_size=0",
-    "train.microbatch_size=32",
-    "train.microbatch_size=5 mesh.world_size=5",
-    "train.steps=0",
-    "train.steps=5 train.warmup_steps=6",
-    "train.steps=5 measure.capture_steps=[1,6]",
-    "model.num_heads=3",
-    "model.num_heads=5 model.dim=64",
-    "model.num_kv_heads=3",
-    "model.dim=63",
-    "model.num_heads=8 model.num_kv_heads=3",
-    "data.seq_len=4096",
-    "data.seq_len=2049 mesh.world_size=3",
-    "model.vocab_size=255",
-    "engine=ddp sharding=optim_grads",
-    "engine=single mesh.world_size=2",
-    "engine=single mesh.world_size=3",
-    "sharding=hsdp",
-    "engine=megatron_fsdp sharding=hsdp mesh.world_size=2 mesh.dp_outer=2",
-    "cluster=slurm cluster.nodes=2 mesh.world_size=3",
-    "model=moe model.experts_per_token=50",
-)
+MISTAKES = """
+mesh.world_size=6 mesh.tp=3
+mesh.world_size=3
+mesh.world_size=5 mesh.tp=2
+mesh.world_size=8 mesh.tp=8
+mesh.world_size=12 mesh.tp=6
+mesh.world_size=3 mesh.tp=3
+mesh.tp=5
+mesh.world_size=6 mesh.dp_outer=4
+mesh.world_size=8 mesh.tp=2 mesh.dp_outer=3
+mesh=two_by_two mesh.world_size=6
+mesh.world_size=0
+mesh.world_size=4 mesh.tp=2 mesh.sequence_parallel=true data.seq_len=33
+mesh.world_size=4 mesh.tp=2 model.num_heads=3
+mesh.world_size=3 mesh.tp=3 data=synthetic model.vocab_size=4
+mesh.world_size=3 train.microbatch_size=7
+train.global_batch_size=1
+train.microbatch_size=32
+train.steps=5 measure.capture_steps=[1,6]
+model.num_heads=8 model.num_kv_heads=3
+data.seq_len=2049 mesh.world_size=3
+engine=single mesh.world_size=3
+sharding=hsdp
+engine=megatron_fsdp sharding=hsdp mesh.world_size=2 mesh.dp_outer=2
+cluster=slurm cluster.nodes=2 mesh.world_size=3
+""".strip().splitlines()
 
 
 def refused(request: list[str]) -> tuple[BadRequest | None, set[str]]:

@@ -9,13 +9,13 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.types import RunMode
 
-from harness.config import catalog, hydra_settings, overrides
+from harness.config import catalog, hydra_settings
 from harness.config.catalog import load_catalog
 from harness.config.compose import hydra_begun
 from harness.config.errors import BadRequest
 from harness.config.overrides import check_overrides, hydra_words
 from harness.study.request import cells_asked
-from tests.support.mutants import Slip, kills
+from tests.support.mutants import finds
 
 ALONE, SET, ROOT = "several options", "-m", "launch.root=DIR"
 
@@ -123,57 +123,33 @@ def test_no_shipped_option_asks_anything_of_hydra() -> None:
                 composed(f"{group}={name}", multirun=False)
 
 
-@pytest.mark.parametrize(
-    ("slip", "name"),
-    [
-        pytest.param(
-            Slip(hydra_settings, "check_hydra", '(by_hydra or node["sweeper"].get("params"))', "False"),
-            "override",
-            marks=kills(
-                "the front end", "a launcher in a file", "A launcher named in an option file is silently ignored"
-            ),
-            id="a launcher in a file",
-        ),
-        pytest.param(
-            Slip(hydra_settings, "check_hydra", 'by_hydra or node["sweeper"].get("params")', "by_hydra"),
-            "params",
-            marks=kills("the front end", "sweeper's parameters", "hydra.sweeper.params in a file is silently ignored"),
-            id="sweeper's parameters",
-        ),
-    ],
+test_a_mutant_is_found = finds(
+    "the front end",
+    test_a_launcher_in_a_file_of_one_cell_is_refused="""
+        a launcher in a file: A launcher named in an option file is silently ignored
+            config.hydra_settings.check_hydra: (by_hydra or node["sweeper"].get("params")) => False
+            (name="override")
+        sweeper's parameters: hydra.sweeper.params in a file is silently ignored
+            config.hydra_settings.check_hydra: by_hydra or node["sweeper"].get("params") => by_hydra
+            (name="params")
+    """,
+    test_a_launcher_in_one_of_several_options_is_refused="""
+        a launcher of one cell of a set: A launcher in one of several options is silently ignored
+            config.hydra_settings.same_jobs: asked[part] != others[part] => False
+            (name="override")
+    """,
+    test_a_folder_that_nobody_reads_is_refused="""
+        a folder of jobs: A folder for jobs of Hydra is silently ignored where it starts none
+            config.hydra_settings.check_hydra: (part in OF_JOBS and multirun and by_hydra) => part in OF_JOBS
+            (word="experiment=jobs")
+    """,
+    test_a_sweeper_of_hydras_has_its_own_words="""
+        an interval: An interval from which nothing draws is taken for its two ends
+            config.overrides._refused: not draws => False
+    """,
+    test_what_has_no_effect_is_refused_where_it_is_typed="""
+        advice that fits nothing: Who typed Hydra's launcher is told to leave it out, not cluster=slurm
+            config.hydra_settings.INSTEAD: {}
+            (word="hydra.run.dir=x")
+    """,
 )
-def test_what_is_let_through_is_found(slip: Slip, name: str, conf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    slip.put(monkeypatch)
-    with pytest.raises(pytest.fail.Exception):  # nothing is refused
-        test_a_launcher_in_a_file_of_one_cell_is_refused(name, conf)
-
-
-@kills("the front end", "a launcher of one cell of a set", "A launcher in one of several options is silently ignored")
-def test_a_launcher_of_one_cell_is_found(conf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    Slip(hydra_settings, "same_jobs", "asked[part] != others[part]", "False").put(monkeypatch)
-    with pytest.raises(pytest.fail.Exception):
-        test_a_launcher_in_one_of_several_options_is_refused("override", conf)
-
-
-@kills("the front end", "a folder of jobs", "A folder for jobs of Hydra is silently ignored where it starts none")
-def test_a_folder_that_is_ignored_is_found(conf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    old = "(part in OF_JOBS and multirun and by_hydra)"
-    Slip(hydra_settings, "check_hydra", old, "part in OF_JOBS").put(monkeypatch)
-    with pytest.raises(pytest.fail.Exception):
-        test_a_folder_that_nobody_reads_is_refused("experiment=jobs", conf)
-
-
-@kills("the front end", "an interval", "An interval from which nothing draws is taken for its two ends")
-def test_an_interval_that_is_taken_is_found(conf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    Slip(overrides, "_refused", "not draws", "False").put(monkeypatch)
-    with pytest.raises(pytest.fail.Exception):
-        test_a_sweeper_of_hydras_has_its_own_words(conf)
-
-
-@kills(
-    "the front end", "advice that fits nothing", "Who typed Hydra's launcher is told to leave it out, not cluster=slurm"
-)
-def test_advice_that_fits_nothing_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hydra_settings, "INSTEAD", {})
-    with pytest.raises(AssertionError):
-        test_what_has_no_effect_is_refused_where_it_is_typed("hydra.run.dir=x")

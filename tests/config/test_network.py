@@ -2,44 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-import pytest
-
-from harness.config.capabilities import ENGINES
-from harness.config.derived import fixed_buffers, wants_infiniband_sharp
-from harness.config.errors import BadRequest
-from harness.config.schema import EngineName, OuterStrategy, Strategy
 from harness.store.identity import run_name, signature
 from tests.support.composing import compose
-
-
-@pytest.mark.parametrize(
-    ("overrides", "fixed"),
-    [("", False), ("nccl_ub=auto", True), ("nccl_ub=manual", True), ("engine.double_buffer=true", True)],
-)
-def test_user_buffers_force_buffers_that_stay(overrides: str, fixed: bool) -> None:
-    assert fixed_buffers(compose(overrides.split()).typed) is fixed
-
-
-@pytest.mark.parametrize(
-    ("overrides", "wanted"), [("", False), ("sharp=dp", True), ("sharp=dp sharp.infiniband=false", False)]
-)
-def test_only_infiniband_needs_an_owner(overrides: str, wanted: bool) -> None:
-    assert wants_infiniband_sharp(compose(overrides.split()).typed) is wanted
-
-
-def test_the_outer_axis_may_own_the_switches_where_its_engine_creates_communicators_in_order(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    request = ["sharp=dp_outer", "mesh=two_by_two"]
-    pair = (Strategy.optim_grads_params, OuterStrategy.no_shard)
-    monkeypatch.setitem(ENGINES, EngineName.native, replace(ENGINES[EngineName.native], hybrid=(pair,)))
-    compose(request)
-    unordered = replace(ENGINES[EngineName.native], orders_communicators=False)
-    monkeypatch.setitem(ENGINES, EngineName.native, unordered)
-    with pytest.raises(BadRequest, match="in an order of its own"):
-        compose(request)
 
 
 def test_every_choice_that_can_change_a_number_is_another_run() -> None:

@@ -1,8 +1,13 @@
-"""Versions of the code as files: what a revision stands for, and that nothing of the user's is touched."""
+"""Versions of the code as files: what a revision stands for, and that nothing of the user's is touched; and a real
+history, by `git bisect run`."""
 
 from __future__ import annotations
 
+import os
+import shlex
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +16,8 @@ from harness import revisions
 from harness.config.errors import BadRequest
 from harness.revisions import WORKTREE, Repository
 from tests.support.needs import skip_without
+
+ROOT = Path(__file__).parents[2]
 
 
 def git(folder: Path, *words: str) -> str:
@@ -72,10 +79,6 @@ def test_the_working_tree_is_a_version_and_stays_as_it_is(repository: Repository
     assert (git(top, "status", "--porcelain"), git(top, "stash", "list")) == before
 
 
-def test_a_clean_working_tree_is_head(repository: Repository) -> None:
-    assert repository.version(WORKTREE).tree == repository.version("HEAD").tree
-
-
 @pytest.mark.parametrize("revision", ["nope", "main..HEAD", "", "-h", "--all", "HEAD:file.py", "HEAD^{tree}"])
 def test_what_is_no_commit_is_refused(repository: Repository, revision: str) -> None:
     with pytest.raises(BadRequest, match=r"is no commit of this repository"):
@@ -99,15 +102,45 @@ def test_a_hooks_variables_lead_nowhere(repository: Repository, monkeypatch: pyt
     assert (repository.files(repository.version("HEAD")) / "file.py").read_text() == "2\n"
 
 
-def test_two_who_write_one_version_get_the_same(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
-    version = repository.version("HEAD")
-    rename = revisions.os.rename
+ALONE = (
+    *("train.steps=2", "train.warmup_steps=0", "train.global_batch_size=8", "train.microbatch_size=2", "mesh=one"),
+    *("model.num_layers=1", "data=synthetic", "data.seq_len=16", "ckpt=none", "sharding=optim"),
+)
+"""A version is a process of its own: one rank in it is the least that trains."""
 
-    def meanwhile(draft: Path, target: Path) -> None:
-        monkeypatch.setattr(revisions.os, "rename", rename)
-        repository.files(version)
-        rename(draft, target)
 
-    monkeypatch.setattr(revisions.os, "rename", meanwhile)
-    assert (repository.files(version) / "file.py").read_text() == "2\n"
-    assert [path.name for path in repository.folder(version).iterdir()] == ["files"]
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """This project as it is now, as a repository of four commits, one of which divides gradients wrongly."""
+    top = tmp_path / "project"
+    top.mkdir()
+    for name in ("harness", "conf", "sweeps", "hydra_plugins"):
+        shutil.copytree(ROOT / name, top / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("run.py", ".gitignore"):
+        shutil.copy(ROOT / name, top / name)
+    git(top, "init", "--quiet", "--initial-branch=main")
+    commit(top, "", "Begin")
+    engine = top / "harness" / "fsdp" / "build.py"
+    right = engine.read_text()
+    wrong = right.replace("factor=1.0 / self.divisor", "factor=1.02 / self.divisor")
+    assert wrong != right, "the engine divides elsewhere now: this test must follow"
+    for subject, text in (("Comment", f"{right}# a\n"), ("Tidy up", f"{wrong}# a\n"), ("Another", f"{wrong}# b\n")):
+        engine.write_text(text)
+        commit(top, "", subject)
+    return top
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_a_wrong_factor_is_found_in_a_real_history(project: Path) -> None:
+    """By the lines that docs/bisect.md prints."""
+    block = (ROOT / "docs/bisect.md").read_text().partition("## The commit\n")[2].split("```")[1]
+    lines = block.replace("HEAD v1.2", "main main~3").replace("--code v1.2", "--code main~3")
+    script = lines.replace("train.steps=20", shlex.join(ALONE)).replace("python", sys.executable)
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(["bash", "-ec", script], cwd=project, env=kept, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    culprit = git(project, "rev-parse", "main~1")
+    assert f"{culprit} is the first bad commit" in done.stdout
+    assert "2 %" in done.stdout
+    assert git(project, "status", "--porcelain") == ""

@@ -17,8 +17,8 @@ from harness.config.compose import register
 from harness.config.errors import BadRequest
 from harness.config.overrides import check_overrides, hydra_words
 from harness.study import cells
-from harness.study.request import cells_asked, cells_of
-from tests.support.mutants import Slip, kills
+from harness.study.request import cells_of
+from tests.support.mutants import finds
 
 
 @pytest.fixture
@@ -53,7 +53,9 @@ def refusal(checkout: Path, *words: str) -> str:
         ("sweeps/mine.yaml", "grid: [sharding\n", ["is not YAML", "mine.yaml", "line 1"]),
         ("sweeps/mine.yaml", "grid: 5", ["sweeps/mine.yaml: study.grid", "axes, like"]),
         ("sweeps/mine.yaml", "replicates: many", ["sweeps/mine.yaml: study.replicates", "a whole number"]),
-        ("sweeps/mine.yaml", "- a\n- b", ["sweeps/mine.yaml", "list"]),
+        ("sweeps/mine.yaml", "- a\n- b", ["sweeps/mine.yaml", "is a list, not a table"]),
+        ("sweeps/mine.yaml", "# nothing\n", ["the file says nothing"]),
+        ("sweeps/mine.yaml", "base:\n  a: 1\n  a: 2\n", ["found duplicate key a"]),
         ("sweeps/mine.yaml", "grid: {1: [a, b]}", ["bad request:\n  study=mine: '1': no such group", "lists every"]),
         ("sweeps/mine.yaml", "margins: {1: 2}\ngrid: {train.seed: [1]}", ["study.margins.1: is not a measure"]),
         ("sweeps/mine.yaml", "grid: {sharding: [zero3]}", ["study=mine", "sharding=optim_grads_params"]),
@@ -80,12 +82,15 @@ def test_a_study_of_ones_own_is_named_in_conf(tmp_path: Path, monkeypatch: pytes
         check_overrides(["study=./mine.yaml"], multirun=True)
 
 
-@kills("own classes", "a study in the checkout", "A study in one's own conf/study is told to Hydra as it is written")
-def test_a_study_that_is_not_made_ours_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    read = "_read(file_of(STUDIES, name))"
-    Slip(cells, "register", f"normalise({read}, name)", read).put(monkeypatch)
-    with pytest.raises(BadRequest, match="axes, like"):
-        test_a_study_of_ones_own_is_named_in_conf(tmp_path, monkeypatch)
+test_a_mutant_is_found = finds(
+    "own classes",
+    test_a_study_of_ones_own_is_named_in_conf="""
+        a study in the checkout: A study in one's own conf/study is told to Hydra as it is written
+            study.cells.register: normalise(_read(file_of(STUDIES, name)), name) => _read(file_of(STUDIES, name))
+            ()
+            ^BadRequest: .*(.|\\n)*axes, like
+    """,
+)
 
 
 def asked_for_by(file: Path, word: str, monkeypatch: pytest.MonkeyPatch, here: Path) -> None:
@@ -105,23 +110,3 @@ def asked_for_by(file: Path, word: str, monkeypatch: pytest.MonkeyPatch, here: P
         wanted = cells_of(hydra.config_loader, master, cells.as_asked(words))
     assert [(cell.study, cell.config["train"]["seed"]) for cell in wanted.cells] == [("mine", 1), ("mine", 2)]
     assert all(typed[0] in cell.overrides for cell in wanted.cells)
-
-
-@pytest.mark.parametrize(
-    ("text", "told"),
-    [
-        ("# nothing\n", "the file says nothing"),
-        ("- a list\n", "is a list, not a table"),
-        ("gird: {train.seed: [1]}\n", "mine.yaml: study.gird"),
-        ("grid: {train.seed: [1]}\nbase:\n  a: 1\n  a: 2\n", "found duplicate key a"),
-    ],
-)
-def test_a_study_file_that_is_none_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, told: str
-) -> None:
-    (tmp_path / "conf" / "study").mkdir(parents=True)
-    (tmp_path / "conf" / "study" / "mine.yaml").write_text(text)
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(BadRequest) as caught:
-        cells_asked(["study=mine"])
-    assert told in str(caught.value)

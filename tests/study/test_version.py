@@ -81,12 +81,6 @@ def test_its_own_files_run_once_and_know_their_commit(top: Path) -> None:
     assert version.run(["a=c"]) != run
 
 
-def test_a_run_that_failed_is_handed_back_and_tried_again(top: Path) -> None:
-    run = snapshot(top).run(["say=failed"])
-    assert snapshot(top).run(["say=failed"]) == run
-    assert starts(run) == ["files", "files"]
-
-
 @pytest.mark.parametrize(
     ("say", "told"), [("refused", "say=refused: is not"), ("broken", "ImportError: no such thing")]
 )
@@ -95,11 +89,6 @@ def test_refusals_speak_in_the_versions_own_words(top: Path, say: str, told: str
         snapshot(top).run([f"say={say}"])
     with pytest.raises(BadRequest, match=rf"main \(\w{{7}}\): cannot do what is asked(?s:.)*{told}"):
         snapshot(top).check([f"say={say}"])
-
-
-def test_a_revision_older_than_run_py_is_refused(top: Path) -> None:
-    with pytest.raises(BadRequest, match=r"main~1 \(\w{7}\): cannot do what is asked(?s:.)*run\.py"):
-        snapshot(top, "main~1").check(["a=b"])
 
 
 def test_a_package_that_python_takes_from_elsewhere_is_refused(top: Path) -> None:
