@@ -67,7 +67,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for name, text in {"overrides.txt": "a=1\n", "diff.patch": "+x\n", "attempts/0/error.txt": "rank 0\n"}.items():
             (run.path / name).write_text(text)
         (run.path / ".lock").touch()
-        edit_json(run.summary, **MORE_FACTS)
+        edit_json(run.summary, restored={"step": 2, "wrong": ["w"], "layout": {}}, engine={"name": "native"})
         moved = {"": {"distance": 0.1, "scale": 0.1, "loss": 0.1}}
         (run.capture / "rounding-000001.json").write_text(json.dumps({"draws": 2, "moves": {"fp32": moved}}))
         check_stream.write_forward(run.path, 8, (2, 4), {"embedding": [1.0, -1.0, 0.5, 2.0, 4.0], "": [0.0] * 5})
@@ -76,15 +76,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     _timed(root)
     store.remember(store.runs()[0])
     return root
-
-
-MORE_FACTS = {
-    "restored": {"step": 2, "wrong": ["w"], "layout": {}, "passed_over": [], "cast": [], "skipped": []},
-    "network": {"nccl_ub": {"requested": "auto", "effective": "none", "reason": "no"}},
-    "collectives": [{"bucket": "b", "count": 1, "kind": "all_gather", "bytes": 4}],
-    "engine": {"name": "native"},
-}
-"""What summaries of real runs hold beside the lab's."""
 
 
 def _timed(root: Path) -> None:

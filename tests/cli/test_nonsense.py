@@ -19,6 +19,8 @@ from harness.config.catalog import load_catalog
 from harness.config.doc import settings
 from tests.support.bad_requests import Asker, poison_torch
 
+pytestmark = pytest.mark.timeout(900)
+
 DRY = "launch.dry_run=true"
 
 PLAIN = r"""

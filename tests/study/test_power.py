@@ -7,7 +7,7 @@ here and to eighteen by `make test-all`; the whole study is docs/records/power.m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,6 @@ import pytest
 
 from benchmarks.power import class_runs, classes
 from benchmarks.power.steps import STUDY, Judged, Kind, carry_out, judge_pair, pairs
-from harness.config.compose import Cell
-from harness.store.errors import Busy
 from harness.store.identity import directory_name
 from tests.faults.corpus import corpus
 from tests.study import short
@@ -159,16 +157,3 @@ def test_a_stated_interval_of_steps_is_a_claim(says: str) -> None:
     for known in ("", "x; in power_classes/b; and besides, "):
         told = class_runs.claimed(f"DIFFERENT: a against b: {known}{says}.", Path("power_classes/b"))
         assert told["steps"] == " ".join(map(str, SAID[says]))
-
-
-@pytest.mark.parametrize(("code", "ended"), [(130, KeyboardInterrupt), (69, Busy)])
-def test_a_campaign_that_was_stopped_is_not_judged(
-    code: int, ended: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def submit(cells: Sequence[Cell]) -> int:
-        assert len(cells) == 2
-        return code
-
-    monkeypatch.setattr("harness.launch.submit.submit", submit)
-    with pytest.raises(ended):
-        carry_out(SHORT[:1], str(tmp_path))
