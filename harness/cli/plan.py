@@ -13,14 +13,12 @@ import subprocess
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextvars import copy_context
 from typing import Any
 
 from harness.cli.cost import Calibration
 from harness.config.compose import Cell
 from harness.config.errors import BadRequest, refuse
 from harness.config.own import environment
-from harness.config.rules import ONLY_PLANNED
 from harness.config.schema import Config, OuterStrategy, Strategy
 from harness.store import commands, screen
 from harness.study.replay import replay
@@ -41,11 +39,6 @@ def plan_arguments(parser: ArgumentParser) -> None:
 
 
 def run_plan(arguments: Namespace) -> int:
-    return copy_context().run(_plan, arguments)
-
-
-def _plan(arguments: Namespace) -> int:
-    ONLY_PLANNED.set(True)
     cells = cells_asked(arguments.words)
     plans = made([cell.config for cell in cells])
     by = arguments.calibrate and Calibration.of(arguments.root, arguments.calibrate, made)

@@ -8,7 +8,6 @@ A rule is a function of a `Request` that yields violations, and names the settin
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextvars import ContextVar
 from types import MappingProxyType, ModuleType
 
 from harness.config.errors import Violation
@@ -26,8 +25,7 @@ def rules_of(*modules: ModuleType) -> tuple[Rule, ...]:
 
 RULES = rules_of(sizes, custom, engine, dtypes, network, effect, running, environment)
 OF_THIS_MACHINE = rules_of(environment)
-ONLY_PLANNED = ContextVar("only planned", default=False)
-"""True while nothing of a request is to run: this machine does not matter then."""
+"""Rules that do not matter where nothing is to run here: under launch.dry_run, and to `plan`."""
 
 
 def check(
@@ -38,7 +36,7 @@ def check(
     out_of_range = {**beyond, **check_values(request)}
     found = list(out_of_range.values())
     for rule in RULES:
-        if ONLY_PLANNED.get() and rule in OF_THIS_MACHINE:
+        if config.launch.dry_run and rule in OF_THIS_MACHINE:
             continue
         if not any(path in out_of_range for path in rule.reads):
             found.extend(rule.apply(request))

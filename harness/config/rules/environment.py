@@ -32,7 +32,7 @@ def devices_exist(request: Request) -> Iterator[Violation]:
 
 scheduler_exists = refusal(
     "",
-    lambda c: c.cluster.backend is Backend.slurm and not c.launch.dry_run and shutil.which("sbatch") is None,
+    lambda c: c.cluster.backend is Backend.slurm and shutil.which("sbatch") is None,
     "cluster.backend",
     "there is no sbatch on PATH",
     "local, slurm",
