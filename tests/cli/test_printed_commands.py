@@ -36,11 +36,8 @@ PAGES = (
 READS = ("compare", "verdict", "report", "watch", "show", "diff", "cancel", "gc")
 SLOW = ("study=engine_step_time", "study=dtype_policies", "study=stages_by_dtype", "model=odd")
 """Of so many cells that to compose them takes more than a second; and an engine that another line imports too."""
-ELSEWHERE = (
-    r"bad request:\n  (cluster\.device=cuda: this process may use \d+ CUDA devices|"
-    r"ckpt\.load=\S+: holds no checkpoint|launch\.dry_run=true: trains nothing).*"
-)
-"""Refusals that are about this machine, or about a name that stands for the reader's own."""
+ELSEWHERE = r"bad request:\n  (ckpt\.load=\S+: holds no checkpoint|launch\.dry_run=true: trains nothing).*"
+"""Refusals that are about a name that stands for the reader's own."""
 SEPARATE = re.compile(r"\s+#\s")
 
 
