@@ -56,7 +56,6 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         (["compare", "a", "b", "c"], "takes 2 runs, not 3"),
         (["compare", "a", "b", "--bitwise"], "goes with --code"),
         (["compare", "--code", "a"], "--code"),
-        (["compare", "--code", "HEAD~1", "HEAD", "launch.root=x"], "--root"),
         (["compare", "--code", "HEAD~1", "HEAD", "--bitwise"], "numerics=fast promises no order"),
         (["bisect", "HEAD~9", "HEAD"], "git bisect run, with compare --code"),
         (["rehearse", "@last"], "launch.preempt_at=N, twice, and compare"),
