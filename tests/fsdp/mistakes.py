@@ -115,15 +115,15 @@ SLIPS = slips(
     adds over the unreduced: A reduced gradient is added to the buffer that held the unreduced one
         fsdp.comm.reduction._sum_in_order: if add: => if True:
         gradient:
-        optim
+        optim options=(('transport','backend'),)
     last microbatch alone: Each microbatch's sums replace those of the microbatches before
         fsdp.comm.reduction._sum_in_order: if add: => if False:
         gradient:
-        optim_grads k=2
+        optim_grads k=2 options=(('transport','backend'),)
     scales twice: Gradients are divided by the number of microbatches twice
         fsdp.comm.reduction._sum_in_order: target.mul_(factor) => target.mul_(factor * factor)
         gradient:
-        optim
+        optim options=(('transport','backend'),)
     wrong contribution: The first rank's contribution stands for every rank's
         shm.transfer.sum_in_order: (term[begin:end] for term in terms) => (terms[0][begin:end] for _ in terms)
         gradient:

@@ -101,9 +101,9 @@ class Case:
         if self.model == "odd":
             model.family, model.dim, model.ffn_dim = ModelFamily.odd, 13, 17
         config.sharding.outer, config.mesh.dp_outer = OuterStrategy[self.outer_strategy], self.outer
+        config.engine.transport = transport_of(self)
         for name, value in self.options:
             setattr(config.engine, name, value)
-        config.engine.transport = transport_of(self)
         config.engine.name, config.sharding.strategy = EngineName[self.engine], Strategy[self.strategy]
         config.mesh.world_size = self.world_size
         config.train.microbatch_size, config.train.global_batch_size = 1, self.num_microbatches
