@@ -313,7 +313,7 @@ class LaunchConfig(Group):
     root: str = "runs"
     """Where runs are stored."""
     dry_run: Flag = False
-    """Print what would run, and start nothing. Batch scripts are written to <root>/<study>/.dry_run/."""
+    """Print what would run, batch scripts too, and start nothing."""
     wait: Flag = False
     """Wait until submitted cells end (SLURM). A local launch always waits."""
     inline: Flag = False

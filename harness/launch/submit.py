@@ -27,7 +27,7 @@ from harness.launch.terminal import Listener, RunDisplay, Terminal
 from harness.launch.watch import wait_for
 from harness.store import commands, provenance, screen, status
 from harness.store.errors import EXIT_BUSY, Busy, StoreError
-from harness.store.files import Lock, is_held, write_atomic
+from harness.store.files import Lock, is_held
 from harness.store.labels import named
 from harness.store.rank_place import stop_signals_blocked
 from harness.store.rundir import CONFIG, RunDir, Store, request_cancel
@@ -170,18 +170,14 @@ class _Request:
 
 
 def preview(cells: Sequence[Cell]) -> str:
-    """Cells with directories and decisions, then the environment, then the batch scripts; starts nothing.
-
-    Scripts are also written to `Batch.dry_file`. Raises `OSError`: a script cannot be written.
-    """
+    """Cells with directories and decisions, then the environment, then the batch scripts; starts and writes nothing."""
     store = Store(cells[0].config["launch"]["root"])
     sources, jobs = Sources.gather(), probe()
     decisions = {cell.signature: look(store, cell, sources, jobs) for cell in cells}
     remote = [(cell, decisions[cell.signature]) for cell in cells if submission.is_remote(cell)]
     wanted = [(cell, decision) for cell, decision in remote if decision.starts]
     batches = submission.planned(store, wanted) if remote else []
-    written = "nothing is written but batch scripts" if batches else "nothing is written"
-    parts = [f"{screen.counted(len(cells), 'cell')}; dry run: {written}, nothing is started"]
+    parts = [f"{screen.counted(len(cells), 'cell')}; dry run: nothing is written, nothing is started"]
     for cell in cells:
         decision = decisions[cell.signature]
         parts.append(f"\n{store.path_of(cell)}\n    {decision.action.value}: {decision.why}")
@@ -190,18 +186,14 @@ def preview(cells: Sequence[Cell]) -> str:
         config = local[0].typed
         ranks = f"\nrank 0 of {config.mesh.world_size} on this machine (the others differ in RANK and LOCAL_RANK):\n"
         parts.append(ranks + _assignments(rank_environment(config, 0, start="TOKEN")))
-    parts.extend(_script(store, batch) for batch in batches)
+    parts.extend(map(_script, batches))
     return "\n".join(parts)
 
 
-def _script(store: Store, batch: Batch) -> str:
-    count, text = len(batch.wanted), batch.script()
-    store.claim()
-    batch.dry_file.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(batch.dry_file, text)
+def _script(batch: Batch) -> str:
     variables = _assignments(run_environment(batch.wanted[0][0].typed))
-    title = f"sbatch script of {screen.counted(count, 'cell')} ({batch.dry_file}):"
-    return f"\n{title}\n\n{text}\nin each rank:\n{variables}"
+    title = f"sbatch script of {screen.counted(len(batch.wanted), 'cell')}:"
+    return f"\n{title}\n\n{batch.script()}\nin each rank:\n{variables}"
 
 
 def _assignments(variables: dict[str, str]) -> str:

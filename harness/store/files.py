@@ -8,8 +8,6 @@ import fcntl
 import json
 import os
 import secrets
-import stat
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -60,17 +58,6 @@ def private_folder(path: Path) -> bool:
         raise
     path.chmod(0o700)  # a umask may have taken from its owner, too
     return True
-
-
-def own_folder() -> Path:
-    """Folder of this user on this machine, for locks. Raises `StoreError`: others own it, or may write there."""
-    folder = Path(tempfile.gettempdir()) / f"sharding-harness-{os.getuid()}"
-    with contextlib.suppress(FileExistsError):
-        os.mkdir(folder, 0o700)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise StoreError(f"{folder} is not a folder of yours alone; remove it, or set TMPDIR to a folder of your own")
-    return folder
 
 
 class Lock:

@@ -25,8 +25,6 @@ LAST = ".last"
 CANCEL = "cancel"
 CHECKSUMS = "checksums.json"
 CODE = ".snapshots"
-DRY_RUN = ".dry_run"
-"""Folders under a study: submissions, one an array; and batch scripts of dry runs."""
 MARK, MARK_TEXT = ".store", "A store of runs. `python -m harness gc` tidies up only under a folder with this file.\n"
 SHARED, OWNED = 0o775, 0o755
 """Modes before the umask of the root and studies, which a group may share, and of a run, writable by its owner

@@ -21,15 +21,8 @@ from harness.store.shapes import Maybe, Shape
 VARIABLE = "WANDB_MODE"
 MAX_ID = 64
 LOGIN_TIMEOUT_S = 30
-SUMMARIES = {
-    "train/loss": "min,last",
-    "train/grad_norm": "last",
-    "train/step_time_s": "mean",
-    "train/time/exposed_comm_s": "mean",
-    "train/memory/allocated": "max",
-    "train/memory/peak_tensor_bytes": "max",
-    "train/memory/rss": "max",
-}
+
+
 SENT: Shape = {
     **{group: {"name": str} for group in ("study", "engine", "dtype")},
     "wandb": {"entity": Maybe(str), "project": str},
@@ -113,8 +106,6 @@ def copying(run: RunDir, mode: str, *, live: bool, more: Mapping[str, Any]) -> I
     ) as sent:
         for prefix in ("train", "parity"):
             sent.define_metric(f"{prefix}/*", step_metric="train/step")
-        for metric, summary in SUMMARIES.items():
-            sent.define_metric(metric, step_metric="train/step", summary=summary)
 
         def log(record: Mapping[str, Any], beside: Mapping[str, float] | None = None) -> None:
             values = {f"train/{path}": value for path, value in synced(record).items()}

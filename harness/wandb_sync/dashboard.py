@@ -1,7 +1,6 @@
 """Dashboard of a parity study as code: its charts on W&B, made anew by every push.
 
-One section shows parity of the arms, one their cost. Each arm keeps one colour in all charts; its bound of rounding is
-dashed around the signed difference.
+One section shows parity of the arms, one their cost; an arm's bound of rounding is dashed around the signed difference.
 """
 
 from __future__ import annotations
@@ -12,9 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from wandb_workspaces.workspaces import Workspace
 
-COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#7A7A00")
-"""Okabe and Ito's palette for the colour-blind, its yellow darkened for a white page; used again after seven arms."""
-CONTROL = "#000000"
+
 MOST_RUNS = 100
 STEP = "train/step"
 BAND = ("parity/loss_allowed", "parity/loss_allowed_below")
@@ -52,34 +49,29 @@ def dashboard(entity: str, project: str, study: str, arms: Mapping[str, str | No
     import wandb_workspaces.workspaces as ws
 
     drawn = [arm for arm, control in arms.items() if control is not None]
-    colours = {arm: COLOURS[place % len(COLOURS)] for place, arm in enumerate(drawn)}
     controls = list(dict.fromkeys(control for control in arms.values() if control is not None))
     return ws.Workspace(
         entity=entity,
         project=project,
         name=f"Parity of {study}",
         sections=[
-            ws.Section(name="Is it still the same run?", panels=_parity(colours), is_open=True, pinned=True),
+            ws.Section(name="Is it still the same run?", panels=_parity(drawn), is_open=True, pinned=True),
             ws.Section(name="What did it cost?", panels=_cost(), is_open=True),
         ],
         settings=ws.WorkspaceSettings(x_axis=STEP, max_runs=max(1, min(MOST_RUNS, len(arms)))),
         runset_settings=ws.RunsetSettings(
             filters=ws.And(ws.Metric("Group") == study),
-            run_settings={
-                arm: ws.RunSettings(color=colour)
-                for arm, colour in [*colours.items(), *((each, CONTROL) for each in controls)]
-            },
             pinned_columns=[f"summary:{each}" for each in COLUMNS],
             baseline_run=controls[0] if len(controls) == 1 else None,
         ),
     )
 
 
-def _parity(colours: Mapping[str, str]) -> list[Any]:
+def _parity(arms: Sequence[str]) -> list[Any]:
     from wandb_workspaces.reports.v2.interface import Layout, WeavePanelSummaryTable
 
-    band = {f"{arm}:{name}": colour for arm, colour in colours.items() for name in BAND}
-    curves = [_curve(each, band if set(BAND) <= set(each[1]) else {}) for each in CURVES]
+    band = [f"{arm}:{name}" for arm in arms for name in BAND]
+    curves = [_curve(each, band if set(BAND) <= set(each[1]) else []) for each in CURVES]
     return [*curves, WeavePanelSummaryTable(table_name=VERDICTS, layout=Layout(w=24, h=10))]
 
 
@@ -87,10 +79,10 @@ def _cost() -> list[Any]:
     from wandb_workspaces.reports.v2.interface import BarPlot
 
     bars = [BarPlot(title=title, metrics=[metric], title_x=unit) for title, metric, unit in BARS]
-    return [*(_curve(each, {}) for each in COSTS), *bars]
+    return [*(_curve(each, []) for each in COSTS), *bars]
 
 
-def _curve(chart: tuple[str, Sequence[str], str], band: Mapping[str, str]) -> Any:
+def _curve(chart: tuple[str, Sequence[str], str], band: Sequence[str]) -> Any:
     from wandb_workspaces.reports.v2.interface import LinePlot
 
     title, metrics, unit = chart
@@ -101,7 +93,6 @@ def _curve(chart: tuple[str, Sequence[str], str], band: Mapping[str, str]) -> An
         title_x="step",
         title_y=unit,
         max_runs_to_show=MOST_RUNS,
-        line_colors=dict(band) or None,
         line_marks=dict.fromkeys(band, "dashed") or None,
     )
 

@@ -154,12 +154,15 @@ def trying(what: str) -> Iterator[None]:
         raise Unusable(f"{what} failed: {where(error)}") from error
 
 
+def _check_base(kind: type, base: type) -> None:
+    if not issubclass(kind, base):
+        name = f"{base.__module__}.{base.__name__}"
+        raise Unusable(f"is no {name}", fix=f"class {kind.__name__}({name})")
+
+
 def try_engine(kind: type, config: Config) -> dict[str, Any]:
-    if not issubclass(kind, Engine):
-        fix = f"class {kind.__name__}(harness.engines.protocol.Engine)"
-        raise Unusable("is no harness.engines.protocol.Engine", fix=fix)
-    if inspect.isabstract(kind):
-        missing = ", ".join(method for method in vars(Engine) if method in kind.__abstractmethods__)
+    _check_base(kind, Engine)
+    if missing := ", ".join(method for method in vars(Engine) if method in kind.__abstractmethods__):
         raise Unusable(f"lacks {missing}", fix="write what is missing; harness/engines/protocol.py says what each does")
     declared = getattr(kind, "capabilities", None)
     if not isinstance(declared, Capabilities) or not declared.strategies:
@@ -181,16 +184,12 @@ def try_model(kind: type, config: Config) -> dict[str, Any]:
         raise Unusable(f"lacks {', '.join(missing)}", choices="what TokenWorkload has", fix=base)
     with trying("making it"):
         workload = kind(config)
-    for name in ("unit_classes", "may_leave_unused"):
-        if not hasattr(workload, name):
-            raise Unusable(f"has no attribute {name}", fix=f"self.{name} = ... in its __init__")
+        units, _ = workload.unit_classes, workload.may_leave_unused
     with trying("build('meta', torch.float32)"):
         model = workload.build("meta", torch.float32)
-    if not isinstance(model, nn.Module):
-        raise Unusable(f"build gives {type(model).__name__}", choices="a torch.nn.Module", fix="return the model")
-    parameters = dict(model.named_parameters())
+        parameters = dict(model.named_parameters())
     with trying("looking for its unit_classes"):
-        _check_built(model, parameters, workload.unit_classes)
+        _check_built(model, parameters, units)
     count = sum(param.numel() for param in parameters.values())
     if count <= MOST_TRIED:
         _check_loss(workload, config)
@@ -245,9 +244,7 @@ def try_data(kind: type, config: Config) -> dict[str, Any]:
         raise Unusable("lacks __getitem__, so it can only be read in order", fix=fix)
     with trying("opening it"):
         source = kind(config.data)
-    if not hasattr(source, "num_sequences"):
-        raise Unusable("has no attribute num_sequences", fix="self.num_sequences = ... in its __init__")
-    count = source.num_sequences
+        count = source.num_sequences
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise Unusable(f"has num_sequences={count!r}", choices="a Python int of at least 1")
     largest = 0
@@ -265,8 +262,7 @@ def try_data(kind: type, config: Config) -> dict[str, Any]:
 
 
 def try_optimizer(kind: type, config: Config) -> dict[str, Any]:
-    if not issubclass(kind, torch.optim.Optimizer):
-        raise Unusable("is no torch.optim.Optimizer", fix=f"class {kind.__name__}(torch.optim.Optimizer)")
+    _check_base(kind, torch.optim.Optimizer)
     kept = []
     for prepared in (False, True):
         weights = [nn.Parameter(torch.linspace(-1.0, 1.0, 6).view(shape)) for shape in ((2, 3), (6,))]
@@ -302,8 +298,7 @@ def _steps_elementwise(kind: Any) -> bool:
 
 def try_callback(kind: type, config: Config) -> dict[str, Any]:
     """The class is made where it runs."""
-    if not issubclass(kind, Callback):
-        raise Unusable("is no harness.train.callbacks.Callback", fix=f"class {kind.__name__}(Callback)")
+    _check_base(kind, Callback)
     return {}
 
 

@@ -111,7 +111,7 @@ WRONG = {
     "lacks materialise_buffers": ("model", "    def materialise_buffers", "    def materialize_buffers"),
     "the loss of one sequence failed: AttributeError": ("model", "self.norm(x", "self.morm(x"),
     "is int64 (16,)": ("data", "+ self.seq_len + 1]", "+ self.seq_len]"),
-    "build gives NoneType": ("model", "return Model(", "Model("),
+    "AttributeError: 'NoneType' object has no attribute 'named_parameters'": ("model", "return Model(", "Model("),
     "materialise_buffers leaves shift without a value": ("model", BUILT, BUFFERED + "pass"),
     "materialise_buffers gives shift another value than build('cpu', ...) does": (
         "model",
@@ -119,7 +119,7 @@ WRONG = {
         BUFFERED + "model.shift = nn.Embedding(1, 3, device=device).weight.detach().fill_(1.0)",
     ),
     "lacks __getitem__, so it can only be read in order": ("data", "def __getitem__", "def __iter__"),
-    "has no attribute num_sequences": ("data", "self.num_sequences", "self.number"),
+    "has no attribute 'num_sequences'": ("data", "self.num_sequences", "self.number"),
     "with its entries set to zeros of the weight's shape": (
         "optimizer",
         "torch.zeros_like(weight))",
@@ -127,7 +127,7 @@ WRONG = {
     ),
     "has num_sequences=0": ("data", "(len(self.ids) - 1) // data.seq_len", "0"),
     "keeps 'exp_avg' of a weight, and declares nothing": ("optimizer", '("exp_avg",)', "()"),
-    "is no torch.optim.Optimizer": ("optimizer", "Lion(torch.optim.Optimizer)", "Lion(list)"),
+    "is no torch.optim.optimizer.Optimizer": ("optimizer", "Lion(torch.optim.Optimizer)", "Lion(list)"),
 }
 """What is said, of which class, after which change."""
 NAMES = {

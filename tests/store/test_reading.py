@@ -15,7 +15,7 @@ import yaml
 
 from harness.store import provenance, redaction, shapes
 from harness.store.errors import StoreError
-from harness.store.files import own_folder, write_atomic
+from harness.store.files import write_atomic
 from harness.store.metrics import iter_metrics, tail
 from harness.store.reading import read_json
 from harness.store.reading_yaml import Loader, parse_yaml, read_yaml
@@ -113,20 +113,6 @@ def test_a_line_of_another_shape_is_damage(line: str, tmp_path: Path) -> None:
 
 
 # -- shared hosts ------------------------------------------------------------------------------------------------------
-
-
-def test_the_folder_of_locks_is_nobody_elses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    made = own_folder()
-    assert made.stat().st_mode & 0o777 == 0o700
-    assert own_folder() == made
-    made.chmod(0o777)
-    with pytest.raises(StoreError, match="not a folder of yours alone"):
-        own_folder()
-    made.rmdir()
-    made.symlink_to(tmp_path)
-    with pytest.raises(StoreError, match="not a folder of yours alone"):
-        own_folder()
 
 
 SECRETS = {

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 
 from harness.launch.local.run import Ended, LocalRun
 from harness.launch.opening import Opened
 from harness.launch.terminal import Listener
 from harness.store.errors import EXIT_BUSY
-from harness.store.files import Lock, own_folder
+from harness.store.files import Lock
 from harness.store.rank_place import STOP_SIGNALS, stop_reason
 
 TICK_S = 0.1
-TIMING = "timing.lock"
+TIMING = Path(tempfile.gettempdir(), f"sharding-harness-{os.getuid()}.lock")
 
 
 @contextmanager
@@ -49,12 +52,11 @@ def listening() -> Iterator[list[signal.Signals]]:
 @contextmanager
 def timing(asked: Sequence[signal.Signals], say: Callable[[str], None]) -> Iterator[None]:
     """Wait until no other request times runs on this machine, or until asked to stop; none does within."""
-    path = own_folder() / TIMING
-    lock = Lock.acquire(path)
+    lock = Lock.acquire(TIMING)
     if lock is None:
         say("waits: another request times runs on this machine")
     while lock is None and not asked:
-        lock = Lock.acquire(path, timeout_s=TICK_S)
+        lock = Lock.acquire(TIMING, timeout_s=TICK_S)
     try:
         yield
     finally:

@@ -183,21 +183,14 @@ class LocalRun:
         return Ended(State.failed, failures[0].summary(), failure.report(failures))
 
     def _write(self, ended: Ended) -> None:
-        """Status and report are written apart: one may find room where the other does not."""
-        for write in (self._write_status, self._write_report):
-            try:
-                write(ended)
-            except (OSError, StoreError) as error:
-                self._warn(f"the end of {self.opened.run.path} could not be written: {error}")
-
-    def _write_status(self, ended: Ended) -> None:
-        present = self.opened.run.status()
-        if present is not None and present.state is not ended.state:
-            status.move(self.opened.run.path, self.opened.attempt, ended.state, ended.reason)
-
-    def _write_report(self, ended: Ended) -> None:
-        if ended.report:
-            write_atomic(self._folder / failure.REPORT, ended.report)
+        try:
+            present = self.opened.run.status()
+            if present is not None and present.state is not ended.state:
+                status.move(self.opened.run.path, self.opened.attempt, ended.state, ended.reason)
+            if ended.report:
+                write_atomic(self._folder / failure.REPORT, ended.report)
+        except (OSError, StoreError) as error:
+            self._warn(f"the end of {self.opened.run.path} could not be written: {error}")
 
     def _warn(self, text: str) -> None:
         self._listener({"warning": text})

@@ -41,7 +41,7 @@ from harness.store.files import Lock, private_folder, write_atomic
 from harness.store.provenance import python_path
 from harness.store.rank_place import FOREIGN, is_slurm_step
 from harness.store.reading import read_text
-from harness.store.rundir import DRY_RUN, RunDir, Store, request_cancel
+from harness.store.rundir import RunDir, Store, request_cancel
 from harness.store.screen import counted
 from harness.store.status import SUBMISSIONS, JobProbe, Keeper, State, Status
 
@@ -154,10 +154,6 @@ class Batch:
     @property
     def folder(self) -> Path:
         return self.root / self.wanted[0][0].study / SUBMISSIONS / self.token
-
-    @property
-    def dry_file(self) -> Path:
-        return self.root / self.wanted[0][0].study / DRY_RUN / f"{self.token}.sh"
 
     @property
     def parameters(self) -> dict[str, Any]:
