@@ -110,7 +110,6 @@ class _Request:
         return wait_for([RunDir(self._store.path_of(cell)) for cell in cells], self._terminal)
 
     def _run_steps(self, cells: Sequence[Cell]) -> list[int]:
-        submission.check_allocation(cells)
         codes: list[int] = []
         for cell in cells:
             codes += self._run_one(cell, lambda opened, lock, _: submission.run_step(opened, lock))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import stat
 import time
@@ -55,30 +54,16 @@ def gc(store: Store, *, checkpoints: bool = False, apply: bool = False, say: Cal
     say(f"{counted(len(items), 'item')}, {size(sum(item.size for item in items))} {verb}")
 
 
-def _old(path: Path) -> bool:
-    try:
-        return time.time() - path.lstat().st_mtime > SETTLED_S
-    except OSError:
-        return False
-
-
 def _item(path: Path, why: str) -> Item:
-    files = (Path(folder, name) for folder, _, names in os.walk(path) for name in names)  # also where some vanish
-    return Item(path, why, sum(map(_size, files if path.is_dir() else [path])))
-
-
-def _size(path: Path) -> int:
-    try:
-        found = path.lstat()
-    except OSError:
-        return 0
-    return found.st_size if stat.S_ISREG(found.st_mode) else 0
+    files = (each.lstat() for each in [path, *path.rglob("*")])
+    return Item(path, why, sum(each.st_size for each in files if stat.S_ISREG(each.st_mode)))
 
 
 def _unfinished(store: Store) -> Iterator[Item]:
     for run in store.runs():
         for path in run.checkpoints():
-            if path.suffix == ".tmp" and _old(path) and not is_held(run.path / status.OWNER_LOCK):  # may take long
+            old = path.suffix == ".tmp" and time.time() - path.lstat().st_mtime > SETTLED_S
+            if old and not is_held(run.path / status.OWNER_LOCK):  # to write one may take long
                 yield _item(path, "left by a crash")
 
 

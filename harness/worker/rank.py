@@ -165,8 +165,6 @@ def _finish(run: RunDir, place: RankPlace, reporter: Reporter, stop: StopFlag, o
         return DONE
     saved = f"saved at step {outcome.step}" if outcome.saved else f"not saved, stopped after step {outcome.step}"
     reason = f"{stop.reason or 'another rank was asked to stop'}; {saved}"
-    if stop.rehearsed and not outcome.saved:
-        reason = f"{reason}: without a checkpoint every attempt stops there (ckpt=last goes on)"
     # The warning before the time limit is no cancellation, even where saving took until the limit itself.
     warned = stop.first is signal.SIGUSR2
     fate = requeue.fate(place) if place.rank == 0 else requeue.Fate()

@@ -30,8 +30,6 @@ class StopFlag:
         self.reason = ""
         self.first: signal.Signals | None = None
         self.cancelled = False
-        self.rehearsed = False
-        """True if the rehearsed stop came first."""
         self._rehearsed_after = 0
         self._asked = 0
         self._before: dict[signal.Signals, Any] = {}
@@ -39,7 +37,6 @@ class StopFlag:
     def __call__(self) -> bool:
         self._asked += 1
         if self._asked == self._rehearsed_after:
-            self.rehearsed = not self.reason
             self.reason = self.reason or "rehearsed (launch.preempt_at)"
         return bool(self.reason)
 

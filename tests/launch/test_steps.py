@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from harness.config.errors import BadRequest
-from harness.launch.slurm.submission import check_allocation, in_allocation, step_command
+from harness.launch.slurm.submission import in_allocation, step_command
 from harness.launch.slurm.task import read_task, write_tasks
 from harness.study.request import _carried_out_as_one
 from tests.launch.cells import make_cell
@@ -28,15 +28,6 @@ def test_a_step_spans_the_nodes_that_its_cell_asks_for(tmp_path: Path) -> None:
     assert command[:4] == ["srun", "--nodes=2", "--ntasks=8", "--ntasks-per-node=4"]
     assert {"--kill-on-bad-exit=1", "--cpus-per-task=3", "--mpi=none"} <= set(command)
     assert command[-8:] == ["python3", "-X", "dev", "-P", "-u", "-m", "harness.launch.slurm.task", "FOLDER"]
-
-
-def test_more_nodes_than_there_are_are_refused_before_anything_starts(tmp_path: Path) -> None:
-    cells = [make_cell(tmp_path, "cluster.backend=slurm", f"cluster.nodes={nodes}") for nodes in (1, 2)]
-    check_allocation(cells, JOB)
-    with pytest.raises(BadRequest, match="salloc --nodes=2"):
-        check_allocation(cells, {"SLURM_JOB_ID": "7"})
-    with pytest.raises(BadRequest, match="SLURM_JOB_NUM_NODES=two: is no number"):
-        check_allocation(cells, JOB | {"SLURM_JOB_NUM_NODES": "two"})
 
 
 def test_a_step_reads_its_one_run_wherever_the_allocation_stands_in_an_array(tmp_path: Path) -> None:

@@ -28,7 +28,6 @@ from typing import Any
 
 from harness.config.compose import Cell
 from harness.config.derived import cpus_per_rank
-from harness.config.errors import refuse
 from harness.config.schema import Backend, Device, SharpAxis
 from harness.launch.local.run import Ended
 from harness.launch.opening import Action, Decision, Opened, Sources, look, open_attempt
@@ -244,24 +243,10 @@ def _network(cell: Cell) -> str | None:
 
 # -- steps of an allocation --------------------------------------------------------------------------------------------
 
-NODES = "SLURM_JOB_NUM_NODES"
-
 
 def in_allocation(environment: Mapping[str, str] = os.environ) -> bool:
     """True if this process is in a SLURM job and is none of its ranks."""
     return "SLURM_JOB_ID" in environment and not is_slurm_step(environment)
-
-
-def check_allocation(cells: Sequence[Cell], environment: Mapping[str, str] = os.environ) -> None:
-    """Raises `BadRequest`: a cell needs more nodes than this allocation has."""
-    count = environment.get(NODES, "1")
-    if not count.isdecimal():
-        raise refuse(f"{NODES}={count}", "is no number of nodes, as SLURM sets it", fix=f"unset {NODES}")
-    have = int(count)
-    most = max(cell.config["cluster"]["nodes"] for cell in cells)
-    if most > have:
-        problem = f"is more than this allocation's {have} node{'s' * (have != 1)}"
-        raise refuse(f"cluster.nodes={most}", problem, fix=f"salloc --nodes={most}, or cluster.nodes={have}")
 
 
 def step_command(cell: Cell, folder: str) -> list[str]:
