@@ -162,7 +162,7 @@ def _check_base(kind: type, base: type) -> None:
 
 def try_engine(kind: type, config: Config) -> dict[str, Any]:
     _check_base(kind, Engine)
-    if missing := ", ".join(method for method in vars(Engine) if method in kind.__abstractmethods__):
+    if missing := ", ".join(each for each in vars(Engine) if each in getattr(kind, "__abstractmethods__", ())):
         raise Unusable(f"lacks {missing}", fix="write what is missing; harness/engines/protocol.py says what each does")
     declared = getattr(kind, "capabilities", None)
     if not isinstance(declared, Capabilities) or not declared.strategies:

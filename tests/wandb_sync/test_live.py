@@ -24,10 +24,8 @@ from harness.store.wandb_run import wandb_id
 from harness.train.wandb_sync import WandbSync
 from tests.support import wandb_file
 from tests.support.factory import freeze, small_config, stopping, train
-from tests.support.mutants import each, finds, slips
+from tests.support.mutants import finds
 
-KEY = "0123456789abcdef" * 5
-"""Of the length of a key."""
 HARD = (float("nan"), float("inf"), -float("inf"), 5e-324, 1.7976931348623157e308, 0.1 + 0.2)
 """All but -0.0, which wandb writes as 0."""
 
@@ -110,7 +108,8 @@ def test_a_run_of_three_attempts_copies_itself_and_leaves_no_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Preempted after steps 1 and 2: one file, one id, every line once."""
-    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    key = "0123456789abcdef" * 5
+    monkeypatch.setenv("WANDB_API_KEY", key)
     monkeypatch.setenv("WANDB_MODE", "offline")  # decides: `online` is asked for below
     run = RunDir(tmp_path / "adhoc" / "arm-01234567")
     config = small_config(train__steps=3, wandb__mode=WandbMode.online, ckpt__policy=CkptPolicy.last)
@@ -121,16 +120,11 @@ def test_a_run_of_three_attempts_copies_itself_and_leaves_no_key(
     assert [row["train/step"] for row in wandb_file.history(found)] == [1, 2, 3]
     assert wandb_file.run_of(found).run_id == wandb_id("adhoc", run.signature())
     assert wandb_file.summary(found)["result/state"] == "done"
-    assert not [path for path in run.path.rglob("*") if path.is_file() and KEY.encode() in path.read_bytes()]
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> RunDir:
-    """A run that is about to train and to copy itself."""
-    made = RunDir(tmp_path / "my runs" / "adhoc" / "arm-01234567")
-    freeze(small_config(wandb__mode=WandbMode.offline), made.path)
-    status.write(made.path, Status(State.running, "started", 0))
-    return made
+    assert not [path for path in run.path.rglob("*") if path.is_file() and key.encode() in path.read_bytes()]
+    for study in ("a", "x" * 31, "x" * 200):
+        ids = {wandb_id(study, signature) for signature in ("a" * 64, "a" * 31 + "b" + "a" * 32)}
+        assert len(ids) == 2
+        assert all(len(each) <= 64 for each in ids)
 
 
 def refuses(*_: object, **__: object) -> None:
@@ -155,41 +149,32 @@ def hangs(**_: object) -> None:
     ],
 )
 def test_a_copy_that_fails_or_hangs_is_told_and_the_run_is_done(
-    init: Any, told: str, run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    init: Any, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    run = RunDir(tmp_path / "my runs" / "adhoc" / "arm-01234567")
+    freeze(small_config(wandb__mode=WandbMode.offline), run.path)
+    status.write(run.path, Status(State.running, "started", 0))
     monkeypatch.setattr("wandb.init", init)
     monkeypatch.setattr("harness.train.wandb_sync.CLOSE_S", 0.3)
+    took: list[float] = []
+    close = WandbSync.close
+
+    def timed(copy: WandbSync, **named: Any) -> None:
+        began = time.monotonic()
+        close(copy, **named)
+        took.append(time.monotonic() - began)
+
+    monkeypatch.setattr(WandbSync, "close", timed)
     assert train(small_config(wandb__mode=WandbMode.offline), run.path).status == "done"
+    assert took[0] < 4, "the copy holds up the end"
     said = capsys.readouterr().out
-    assert said.count("wandb copy: ") == 1
     present = status.read(run.path)
     assert present is not None
+    assert said.count("wandb copy: ") == 1
     assert told in said
     assert told in present.wandb
     assert shlex.split(present.wandb)[-1] == str(run.path)
     assert "python -m harness sync" in present.wandb
-
-
-SLIPS = slips("""
-    a copy that is awaited: A copy that hangs holds up the end
-        train.wandb_sync.WandbSync.close: self._thread.join(patience_s) => self._thread.join(4)
-    a copy that raises: A copy that fails is not told
-        train.wandb_sync.WandbSync._copy: self._failed = => why =
-""")
-
-
-@pytest.mark.parametrize("name", each("wandb", SLIPS))
-def test_a_copy_that_is_not_bounded_or_not_told_is_found(
-    name: str, run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    SLIPS[name].put(monkeypatch)
-    init, told = (hangs, "within 0 s") if "awaited" in name else (refuses, "no route")
-    monkeypatch.setattr("wandb.init", init)
-    monkeypatch.setattr("harness.train.wandb_sync.CLOSE_S", 0.3)
-    wandb_sync, began = WandbSync(run.path, print), time.monotonic()
-    wandb_sync.begin(small_config(wandb__mode=WandbMode.offline))
-    wandb_sync.close()
-    assert time.monotonic() - began > 4 or told not in capsys.readouterr().out
 
 
 def test_disabled_starts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,13 +186,6 @@ def test_disabled_starts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     for one in (wandb_sync, muted):
         one.log({"step": 1})
         one.close()
-
-
-@pytest.mark.parametrize("study", ["a", "x" * 31, "x" * 200])
-def test_ids_fit_and_keep_runs_apart(study: str) -> None:
-    ids = {wandb_id(study, signature) for signature in ("a" * 64, "a" * 31 + "b" + "a" * 32)}
-    assert len(ids) == 2
-    assert all(len(identity) <= 64 for identity in ids)
 
 
 @pytest.mark.parametrize(
@@ -227,6 +205,14 @@ def test_the_variable_decides_where_a_copy_is_asked_for(asked: str, word: str, e
 
 test_a_mutant_is_found = finds(
     "wandb",
+    test_a_copy_that_fails_or_hangs_is_told_and_the_run_is_done="""
+        a copy that is awaited: A copy that hangs holds up the end
+            train.wandb_sync.WandbSync.close: self._thread.join(patience_s) => self._thread.join(4)
+            (init=hangs, told="within 0 s")
+        a copy that raises: A copy that fails is not told
+            train.wandb_sync.WandbSync._copy: self._failed = => why =
+            (init=refuses, told="no route")
+    """,
     test_the_file_is_whole_when_following_ends="""
         a file that is not awaited: The wandb copy ends while wandb's service still writes its file
             train.wandb_sync.settle: lambda: None

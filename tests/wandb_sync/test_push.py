@@ -110,19 +110,3 @@ def test_the_dashboard_draws_what_the_copy_sends(root: Path, found: StudyVerdict
     assert f'"{VERDICTS}"' in text
     band = board.sections[0].panels[1]
     assert band.line_marks == {f"{arm}:{name}": "dashed" for arm in ("lab-b", "lab-c") for name in BAND}
-
-
-@pytest.mark.parametrize(
-    ("study", "mode", "told"),
-    [("lab", "", "No API key configured"), ("nope", "offline", "no study of this name was run")],
-)
-def test_what_cannot_be_pushed_is_refused_first(
-    study: str, mode: str, told: str, root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name, value in {"WANDB_MODE": mode, "WANDB_API_KEY": "", "NETRC": "/no", "WANDB_CONFIG_DIR": "/no"}.items():
-        monkeypatch.setenv(name, value)
-    assert main(["wandb", "push", study, "--root", str(root)]) == 2
-    said = capsys.readouterr()
-    assert told in said.err
-    assert not said.out
-    assert not (root / study / "wandb").exists() or study == "lab"

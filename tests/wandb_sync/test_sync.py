@@ -92,15 +92,25 @@ def test_a_study_is_sent_with_its_verdicts(
 
 
 @pytest.mark.parametrize(
-    ("mode", "told"), [("", "No API key configured"), ("disabled", "sends nothing"), ("so so", "is none of online")]
+    ("words", "mode", "told"),
+    [
+        ("sync lab", "", "No API key configured"),
+        ("sync lab", "disabled", "sends nothing"),
+        ("sync lab", "so so", "is none of online"),
+        ("wandb push lab", "", "No API key configured"),
+        ("wandb push nope", "offline", "no study of this name was run"),
+    ],
 )
 def test_what_cannot_be_sent_is_refused_before_it_begins(
-    mode: str, told: str, store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: str, mode: str, told: str, store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name, value in {"WANDB_MODE": mode, "WANDB_API_KEY": "", "NETRC": "/no", "WANDB_CONFIG_DIR": "/no"}.items():
         monkeypatch.setenv(name, value)
-    assert main(["sync", "lab", "--root", str(store)]) == 2
-    assert told in capsys.readouterr().err
+    assert main([*words.split(), "--root", str(store)]) == 2
+    said = capsys.readouterr()
+    assert told in said.err
+    assert not said.out
+    assert not (store / "nope").exists()
 
 
 @pytest.mark.parametrize("words", [["sync", "lab", "--offline"], ["wandb", "push", "lab", "--offline"]])
