@@ -17,7 +17,7 @@ from harness.launch.slurm.submission import Batch, batches
 from harness.launch.submit import preview
 from harness.store.rundir import Store
 from tests.launch.cells import make_cell
-from tests.support.mutants import kills
+from tests.support.mutants import finds
 
 
 def make(root, *overrides):
@@ -112,13 +112,6 @@ def test_nothing_that_sbatch_believes_before_the_script_reaches_it():
     assert submission.sbatch_environment(ours | dict.fromkeys(others, "mine")) == ours
 
 
-@kills("slurm", "outvoted", "Variables come before the script")
-def test_a_variable_that_outvotes_the_script_is_found(monkeypatch):
-    monkeypatch.setattr(submission, "OF_SLURM", submission.OF_SLURM[:-1])
-    with pytest.raises(AssertionError):
-        test_nothing_that_sbatch_believes_before_the_script_reaches_it()
-
-
 def test_each_shape_is_an_array_and_more_cells_than_one_holds_are_several(tmp_path):
     shapes = [make(tmp_path), make(tmp_path, "mesh.world_size=4"), make(tmp_path, "train.replicate=9")]
     found = batches(Store(tmp_path), [(cell, START) for cell in shapes], code=tmp_path, limit=9)
@@ -159,3 +152,12 @@ def test_a_preview_shows_everything_and_writes_nothing(tmp_path, monkeypatch):
     assert "OMP_NUM_THREADS=1" in text
     assert preview(cells) == text
     assert not root.exists()
+
+
+test_a_mutant_is_found = finds(
+    "slurm",
+    test_nothing_that_sbatch_believes_before_the_script_reaches_it="""
+        outvoted: Variables come before the script
+            launch.slurm.submission.OF_SLURM: was[:-1]
+    """,
+)

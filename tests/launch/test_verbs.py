@@ -11,7 +11,6 @@ from contextlib import closing
 
 import pytest
 
-from harness.cli import runs as cli_runs
 from harness.cli.main import main
 from harness.config.errors import BadRequest
 from harness.launch import submit, watch as watching
@@ -27,7 +26,7 @@ from harness.store.screen import duration, quantity
 from harness.store.show import diff, show
 from harness.store.status import State, Status
 from tests.launch.cells import make_cell
-from tests.support.mutants import Slip, kills
+from tests.support.mutants import finds
 
 
 @pytest.fixture
@@ -112,13 +111,6 @@ def test_watch_proposes_to_compare_what_is_done_and_to_look_again_at_what_moves(
     assert "next: python -m harness watch adhoc --root" in capsys.readouterr().out
 
 
-@kills("The terminal", "next: of what moves", "watch proposes to compare runs that have not ended")
-def test_a_watch_that_compares_what_moves_is_found(store, capsys, monkeypatch):
-    Slip(cli_runs, "run_watch", "(State.queued, State.running)", "()").put(monkeypatch)
-    with pytest.raises(AssertionError):
-        test_watch_proposes_to_compare_what_is_done_and_to_look_again_at_what_moves(store, capsys)
-
-
 def test_cancel_of_a_living_run_asks_its_owner(store, monkeypatch):
     monkeypatch.setattr(submit, "probe", lambda: None)
     monkeypatch.setattr(submit, "CANCEL_TIMEOUT_S", 0.1)
@@ -141,15 +133,6 @@ def test_retry_names_what_a_frozen_file_lacks(store, path, capsys):
     (run.path / "config.yaml").write_text(json.dumps(config))
     assert main(["retry", str(run.path), "--root", str(store.root)]) == 2
     assert f"{run.path}/config.yaml has no {key}: it was cut or edited" in capsys.readouterr().err
-
-
-@kills(
-    "The terminal", "retry of a file that lacks a group", "The retry of a run whose config.yaml was cut is a traceback"
-)
-def test_a_lacking_group_that_is_not_named_is_found(store, capsys, monkeypatch):
-    Slip(submit, "frozen", "except KeyError as", "except ZeroDivisionError as").put(monkeypatch)
-    with pytest.raises(KeyError):
-        test_retry_names_what_a_frozen_file_lacks(store, "mesh", capsys)
 
 
 def test_retry_asks_again_for_the_frozen_cells(store, monkeypatch):
@@ -289,8 +272,23 @@ def test_a_run_that_is_gone_or_damaged_is_not_done_for_who_waits(done):
     assert wait_for(done, Terminal(io.StringIO())) == [1, 1, 0]
 
 
-@kills("launching", "gone is done", "A run whose folder is gone counts as done")
-def test_a_run_that_is_gone_counting_as_done_is_found(done, monkeypatch):
-    Slip(watching, "row", 'run.path.parent.name, "damaged"', 'run.path.parent.name, "done"').put(monkeypatch)
-    with pytest.raises(AssertionError):
-        test_a_run_that_is_gone_or_damaged_is_not_done_for_who_waits(done)
+test_a_mutant_is_found = finds(
+    "The terminal",
+    test_watch_proposes_to_compare_what_is_done_and_to_look_again_at_what_moves="""
+        next: of what moves: watch proposes to compare runs that have not ended
+            cli.runs.run_watch: (State.queued, State.running) => ()
+    """,
+    test_retry_names_what_a_frozen_file_lacks="""
+        retry of a file that lacks a group: The retry of a run whose config.yaml was cut is a traceback
+            launch.submit.frozen: except KeyError as => except ZeroDivisionError as
+            (path="mesh")
+            ^KeyError
+    """,
+)
+test_a_waiting_mutant_is_found = finds(
+    "launching",
+    test_a_run_that_is_gone_or_damaged_is_not_done_for_who_waits="""
+        gone is done: A run whose folder is gone counts as done
+            launch.watch.row: run.path.parent.name, "damaged" => run.path.parent.name, "done"
+    """,
+)

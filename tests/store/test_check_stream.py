@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from harness.store import check_stream, reading
+from harness.store import check_stream
 from harness.store.check_stream import (
     DENSE,
     CheckedTensor,
@@ -23,7 +23,7 @@ from harness.store.check_stream import (
     tensor_columns,
 )
 from harness.store.errors import StoreError
-from tests.support.mutants import Slip, kills
+from tests.support.mutants import finds
 
 TENSORS = [CheckedTensor("a", (3, 2)), CheckedTensor("b", ())]
 M = 4
@@ -104,13 +104,6 @@ def test_another_format_is_no_damage(tmp_path: Path, version: int, made: str) ->
         check_stream.read_forward(tmp_path)
 
 
-@kills("The store", "format after shape", "A run of another version of the code is called damaged")
-def test_another_format_that_is_called_damage_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(check_stream, "read_format", lambda path, _, shape=None: reading.read_json(path, shape))
-    with pytest.raises(AssertionError):
-        test_another_format_is_no_damage(tmp_path, 99, "newer")
-
-
 ENDLESS = '{"version": 4, "tensors": [], "sketches": 4, "every": Infinity}'
 UNSAID = '{"tensors": [], "sketches": 4, "every": 1}'
 
@@ -125,8 +118,16 @@ def test_a_damaged_description_is_named(tmp_path: Path, text: str) -> None:
         check_stream.read(tmp_path)
 
 
-@kills("The store", "a stream of no version", "A stream that does not say its format is read as one of today's")
-def test_a_stream_that_is_trusted_without_a_version_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    Slip(check_stream, "_stream", 'facts["version"]', 'facts.get("version", VERSION)').put(monkeypatch)
-    with pytest.raises((pytest.fail.Exception, KeyError)):
-        test_a_damaged_description_is_named(tmp_path, UNSAID)
+test_a_mutant_is_found = finds(
+    "The store",
+    test_another_format_is_no_damage="""
+        format after shape: A run of another version of the code is called damaged
+            store.reading.of_format: facts["version"] != version => False
+            (version=99, made="newer")
+    """,
+    test_a_damaged_description_is_named="""
+        a stream of no version: A stream that does not say its format is read as one of today's
+            store.check_stream._stream: facts["version"] => facts.get("version", VERSION)
+            (text=UNSAID)
+    """,
+)

@@ -21,9 +21,8 @@ from harness.config.words import quote
 from harness.store import commands, provenance
 from harness.store.rundir import Store
 from harness.study import replay
-from harness.study.replay import replay_run
 from tests.support.composing import compose
-from tests.support.mutants import Slip, kills
+from tests.support.mutants import finds
 
 RUN = provenance.ROOT / "run.py"
 
@@ -48,13 +47,6 @@ def test_what_is_optional_is_installed_from_the_checkout_or_by_name(
     monkeypatch.setattr(commands, "ROOT", tmp_path / "lib" / provenance.SHIPPED)
     assert commands.install("wandb") == "python -m pip install 'sharding-harness[wandb]'"
     assert f'name = "{commands.DISTRIBUTION}"' in (provenance.ROOT / "pyproject.toml").read_text()
-
-
-@kills("The terminal", "install from nowhere", "The user of a wheel is told to install from a folder without a package")
-def test_an_install_from_nowhere_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    Slip(commands, "install", "ROOT.name == SHIPPED", "False").put(monkeypatch)
-    with pytest.raises(AssertionError):
-        test_what_is_optional_is_installed_from_the_checkout_or_by_name(tmp_path, monkeypatch)
 
 
 def test_where_python_is_another_its_path_is_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,18 +102,25 @@ def test_a_run_of_another_version_is_asked_for_by_its_words(setting: str, tmp_pa
         config["engine"]["overlap"] = 3
     (run.path / "config.yaml").write_text(yaml.safe_dump(config))
     with pytest.raises(BadRequest) as caught:
-        replay_run(str(run.path), ["train.seed=4", root])
+        replay.replay_run(str(run.path), ["train.seed=4", root])
     (found,) = caught.value.violations
     assert found.subject == f"{run.path}/config.yaml: {'model.family' if setting == 'gone' else 'engine.overlap'}"
     assert found.fix == f"ask for it anew, with the words of {run.path}/overrides.txt"
     if setting == "gone":
-        assert replay_run(str(run.path), ["model=tiny", root]).typed.model.name == "tiny", "the group is said whole"
+        assert replay.replay_run(str(run.path), ["model=tiny", root]).typed.model.name == "tiny", (
+            "the group is said whole"
+        )
 
 
-@kills("The terminal", "--from an old store", "Who asks for a run of an old store is told to edit a file of conf/")
-def test_advice_that_does_not_help_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    here = sys.modules[__name__]
-    slip = Slip(replay, "replay_run", "raise BadRequest(named) from error", "raise error")
-    monkeypatch.setattr(here, "replay_run", slip.made())
-    with pytest.raises(AssertionError):
-        test_a_run_of_another_version_is_asked_for_by_its_words("gone", tmp_path)
+test_a_mutant_is_found = finds(
+    "The terminal",
+    test_what_is_optional_is_installed_from_the_checkout_or_by_name="""
+        install from nowhere: The user of a wheel is told to install from a folder without a package
+            store.commands.install: ROOT.name == SHIPPED => False
+    """,
+    test_a_run_of_another_version_is_asked_for_by_its_words="""
+        --from an old store: Who asks for a run of an old store is told to edit a file of conf/
+            study.replay.replay_run: raise BadRequest(named) from error => raise error
+            (setting="gone")
+    """,
+)

@@ -17,11 +17,11 @@ import torch
 
 from harness.checkpoint import folder as checkpoints
 from harness.probe import capture
-from harness.store import check_stream, files, provenance
+from harness.store import check_stream, provenance
 from harness.store.files import Lock, is_held, private_folder
 from harness.store.rundir import RunDir, Store
 from tests.launch.cells import make_cell
-from tests.support.mutants import Slip, kills
+from tests.support.mutants import finds
 
 NOBODY = 65534
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only the superuser can be somebody else")
@@ -101,13 +101,6 @@ def test_nobody_else_can_keep_the_owner_from_its_lock(open_folder: Path) -> None
     assert another(lambda: not is_held(path)) == 0, "who cannot look believes what the state says"
 
 
-@kills("The store", "an open lock", "A lock file has the umask's mode, so that another user holds it for ever")
-def test_an_open_lock_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "PRIVATE", 0o666)
-    with pytest.raises(AssertionError):
-        test_a_lock_is_its_owners_alone_whatever_the_umask(0o000, tmp_path)
-
-
 def written(run: Path) -> dict[str, Path]:
     """Every folder of a run that is closed to others, made by the code that fills it."""
     capture.write_step(run / "capture", 1, {"w": torch.ones(2)}, {})
@@ -146,7 +139,16 @@ def test_an_owner_may_open_a_folder(tmp_path: Path) -> None:
         private_folder(tmp_path / "file")
 
 
-@kills("The store", "open captures", "Gradients, weights and logs can be read by every user whose umask lets them")
-def test_open_captures_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    Slip(files, "private_folder", "path.chmod(0o700)", "path.chmod(0o755)").put(monkeypatch)
-    assert {"capture", "step_checks", "ckpt", "attempt"} <= set(open_to_others(tmp_path, 0o022))
+test_a_mutant_is_found = finds(
+    "The store",
+    test_a_lock_is_its_owners_alone_whatever_the_umask="""
+        an open lock: A lock file has the umask's mode, so that another user holds it for ever
+            store.files.PRIVATE: 0o666
+            (mask=0)
+    """,
+    test_tensors_and_logs_are_their_owners_alone="""
+        open captures: Gradients, weights and logs can be read by every user whose umask lets them
+            store.files.private_folder: path.chmod(0o700) => path.chmod(0o755)
+            (mask=0o022)
+    """,
+)

@@ -12,7 +12,7 @@ from harness.store import identity
 from harness.store.errors import Busy, StoreError
 from harness.store.rundir import RunDir, Store, cancel_requested, request_cancel
 from tests.launch.cells import make_cell
-from tests.support.mutants import Slip, kills
+from tests.support.mutants import finds
 
 NASTY = [
     "with space",
@@ -49,13 +49,6 @@ def test_a_run_is_found_under_whatever_name_it_was_begun(tmp_path):
     named = make_cell(tmp_path, "train.steps=7", "run.name=mine")
     assert store.create(named).path == store.create(make_cell(tmp_path, "train.steps=7")).path == former
     assert store.path_of(make_cell(tmp_path, "train.steps=9", "run.name=mine")).name.startswith("mine-")
-
-
-@kills("names of runs", "only the present name", "A run that was begun under another name is made again")
-def test_a_run_that_is_made_again_is_found(tmp_path, monkeypatch):
-    Slip(Store, "path_of", "if usual.exists():", "if usual:").put(monkeypatch)
-    with pytest.raises(AssertionError):
-        test_a_run_is_found_under_whatever_name_it_was_begun(tmp_path)
 
 
 def test_from_many_threads_at_once_too(tmp_path):
@@ -160,3 +153,12 @@ def test_starting_over_moves_the_record_aside_and_drops_checkpoints(tmp_path):
     assert not run.capture.exists()
     assert (run.attempt_dir(attempt) / "before" / "metrics.jsonl").read_text() == '{"step": 1}\n'
     assert identity.signature(run.config()) == run.signature()
+
+
+test_a_mutant_is_found = finds(
+    "names of runs",
+    test_a_run_is_found_under_whatever_name_it_was_begun="""
+        only the present name: A run that was begun under another name is made again
+            store.rundir.Store.path_of: if usual.exists(): => if usual:
+    """,
+)

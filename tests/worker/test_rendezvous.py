@@ -11,7 +11,7 @@ from torch.distributed import TCPStore
 from harness.store.rank_place import RankPlace, rank_place, slurm_job
 from harness.worker import rendezvous
 from harness.worker.rendezvous import is_one_host, meet
-from tests.support.mutants import Slip, kills
+from tests.support.mutants import finds
 
 SLURM = {
     "SLURM_JOB_ID": "12",
@@ -100,13 +100,6 @@ def test_a_rank_says_for_whom_it_waited(tmp_path):
         meet(tmp_path, at(1, launcher="slurm"), timeout_s=0.2, environment=OVER_NODES)
 
 
-@kills("launching", "one store", "Ranks of a new start meet in the store of an earlier one")
-def test_a_store_of_all_starts_is_found(monkeypatch, tmp_path):
-    Slip(rendezvous, "meet", "place.start", '"always"').put(monkeypatch)
-    with pytest.raises(AssertionError):
-        test_another_start_is_not_met({"SLURM_STEP_NUM_NODES": "1"}, tmp_path)
-
-
 def test_who_a_process_is():
     own = {"HARNESS_LEASH_FD": "5", "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "HARNESS_START": "x"}
     assert rank_place(own | SLURM) == RankPlace(1, 2, 1, "x", "local"), "our own ranks inside somebody's job are ours"
@@ -120,3 +113,13 @@ def test_who_a_process_is():
     for rank, world_size in (("2", "2"), ("-1", "2"), ("0", "0")):
         with pytest.raises(ValueError, match=f"rank {rank} of {world_size}"):
             rank_place({"RANK": rank, "WORLD_SIZE": world_size})
+
+
+test_a_mutant_is_found = finds(
+    "launching",
+    test_another_start_is_not_met="""
+        one store: Ranks of a new start meet in the store of an earlier one
+            worker.rendezvous.meet: place.start => "always"
+            (environment={"SLURM_STEP_NUM_NODES": "1"})
+    """,
+)

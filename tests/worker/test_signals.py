@@ -15,12 +15,12 @@ from harness.store import commands, failure, status
 from harness.store.rank_place import RankPlace
 from harness.store.rundir import Store, request_cancel
 from harness.store.status import Keeper, State, Status
-from harness.worker import requeue, stop
+from harness.worker import requeue
 from harness.worker.report import Reporter
 from harness.worker.requeue import Fate, judge
 from harness.worker.stop import StopFlag
 from tests.launch.cells import make_cell
-from tests.support.mutants import Slip, each, kills
+from tests.support.mutants import finds
 
 
 @pytest.fixture
@@ -60,27 +60,6 @@ def test_the_second_ctrl_c_ends_a_rank_without_a_launcher():
     finally:
         flag.restore()
     assert signal.getsignal(signal.SIGINT) == before
-
-
-INTERRUPTS = {
-    "the second waits, too": Slip(
-        StopFlag, "_on_signal", "self._after_interrupt is not None", "False", "A second Ctrl-C does not end a rank"
-    ),
-    "the first ends": Slip(
-        stop,
-        "STOP_SIGNALS",
-        "",
-        lambda found: [each for each in found if each is not signal.SIGINT],
-        "Nothing is saved",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", each("Ends of a run", INTERRUPTS))
-def test_a_ctrl_c_that_is_not_counted_is_found(name, monkeypatch):
-    INTERRUPTS[name].put(monkeypatch)
-    with pytest.raises((AssertionError, pytest.fail.Exception)):
-        test_the_second_ctrl_c_ends_a_rank_without_a_launcher()
 
 
 IGNORED = """
@@ -279,14 +258,22 @@ def test_a_rank_ends_its_own_hang_with_its_stack_and_a_peer_tells_why(reporter):
     assert (found.state, found.reason) == (State.failed, "rank 0: hang: no step for 0:00:02 after step 10")
 
 
-@kills("Ends of a run", "no hang", "A rank that was killed counts as hung at its last step")
-def test_a_rank_without_stacks_that_counts_as_hung_is_found(reporter, monkeypatch):
-    Slip(failure, "collect", "if _HANG.match(text) else None", "").put(monkeypatch)
-    with pytest.raises(AssertionError):
-        test_a_rank_ends_its_own_hang_with_its_stack_and_a_peer_tells_why(reporter)
-
-
 def test_a_rehearsed_stop_comes_after_so_many_steps() -> None:
     flag = StopFlag()
     flag.rehearse(2)
     assert [flag(), flag(), flag.reason] == [False, True, "rehearsed (launch.preempt_at)"]
+
+
+test_a_mutant_is_found = finds(
+    "Ends of a run",
+    test_the_second_ctrl_c_ends_a_rank_without_a_launcher="""
+        the second waits, too: A second Ctrl-C does not end a rank
+            worker.stop.StopFlag._on_signal: self._after_interrupt is not None => False
+        the first ends: Nothing is saved
+            worker.stop.STOP_SIGNALS: [each for each in was if each is not signal.SIGINT]
+    """,
+    test_a_rank_ends_its_own_hang_with_its_stack_and_a_peer_tells_why="""
+        no hang: A rank that was killed counts as hung at its last step
+            store.failure.collect: if _HANG.match(text) else None =>
+    """,
+)
