@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from harness.launch.local import ranks as ranks_module, run as run_module
+from harness.launch.local import ranks as ranks_module
 from harness.launch.local.run import Ended, LocalRun, Tail
 from harness.launch.opening import Sources, open_here
 from harness.store import status
@@ -22,7 +22,7 @@ from harness.store.rank_place import stop_reason
 from harness.store.rundir import Store, request_cancel
 from harness.store.status import State
 from tests.launch.cells import fake_ranks, make_cell
-from tests.support.mutants import Slip, each, kills
+from tests.support.mutants import finds, kills
 
 
 @pytest.fixture
@@ -145,32 +145,6 @@ def test_a_signal_that_reaches_a_starting_rank_is_found(start, monkeypatch):
     assert stopped_early(start, MOMENTS[:3]) != [(0, "saved at step 1")] * 3
 
 
-SLIPS = {
-    "Ctrl-C is a preemption": Slip(
-        run_module,
-        "_end_of",
-        "State.cancelled if asked is signal.SIGINT else State.preempted",
-        "State.preempted",
-        "A run that Ctrl-C ended counts as preempted",
-    ),
-    "one exit code": Slip(
-        LocalRun, "_judge", "codes <= STOPPED", "len(codes) == 1 and codes <= STOPPED", "Ranks that saved have failed"
-    ),
-    "130 has failed": Slip(run_module, "STOPPED", "", lambda _: {75}, "A rank that saved after Ctrl-C has failed"),
-    "a record that was cut": Slip(Tail, "lines", "min(self._read,", "max(self._read,", "A resumed run shows no steps"),
-    "half a line": Slip(Tail, "lines", "file.tell() - len(rest)", "file.tell()", "A step that is half written is lost"),
-}
-
-
-@pytest.mark.parametrize("name", each("Ends of a run", SLIPS))
-def test_a_wrong_end_is_found(start, monkeypatch, name):
-    SLIPS[name].put(monkeypatch)
-    heard = SLIPS[name].owner is Tail
-    claim = test_steps_and_warnings_of_every_rank_are_heard if heard else test_asked_to_stop_all_save
-    with pytest.raises(AssertionError):
-        claim(start, *[] if heard else ["save|follow", signal.SIGINT])
-
-
 TERM, WORD = signal.SIGTERM, "cancelled on request"
 
 
@@ -267,3 +241,26 @@ def gone(pid: int) -> bool:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True
+
+
+FOLLOWED = {"script": "save|follow", "asked": signal.SIGINT}
+test_a_mutant_is_found = finds(
+    "Ends of a run",
+    test_asked_to_stop_all_save="""
+        Ctrl-C is a preemption: A run that Ctrl-C ended counts as preempted
+            launch.local.run._end_of: State.cancelled if asked is signal.SIGINT else State.preempted => State.preempted
+            (**FOLLOWED)
+        one exit code: Ranks that saved have failed
+            launch.local.run.LocalRun._judge: codes <= STOPPED => len(codes) == 1 and codes <= STOPPED
+            (**FOLLOWED)
+        130 has failed: A rank that saved after Ctrl-C has failed
+            launch.local.run.STOPPED: {75}
+            (**FOLLOWED)
+    """,
+    test_steps_and_warnings_of_every_rank_are_heard="""
+        a record that was cut: A resumed run shows no steps
+            launch.local.run.Tail.lines: min(self._read, => max(self._read,
+        half a line: A step that is half written is lost
+            launch.local.run.Tail.lines: file.tell() - len(rest) => file.tell()
+    """,
+)

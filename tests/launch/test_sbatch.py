@@ -18,7 +18,7 @@ from harness.store.errors import StoreError
 from harness.store.rundir import Store
 from harness.store.status import State
 from tests.launch.cells import make_cell
-from tests.support.mutants import each, slips
+from tests.support.mutants import finds
 
 Submit = Callable[..., list[str]]
 TAKEN = "Submitted batch job 7"
@@ -103,20 +103,15 @@ def test_steps_that_are_not_gone_on_with_are_told(
     assert capsys.readouterr().out == f"{opened.run.path}: {why}\n{opened.run.path}: 2 ranks, attempt 3\n"
 
 
-SLIPS = slips("""
-    from step 0 without a word: Lost steps are not told of
-        launch.slurm.submission.submit_cells: decision.action is not Action.start => not decision.starts
-    answer lost: Jobs that SLURM may have taken are called failed
-        launch.slurm.submission._not_submitted: isinstance(error, NoAnswer) or =>
-""")
-
-
-@pytest.mark.parametrize("name", each("slurm", SLIPS))
-def test_mutants_are_found(
-    name: str, submit: Submit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    SLIPS[name].put(monkeypatch)
-    lost = "answer" in name
-    claim = test_without_an_answer_nothing_is_called_failed if lost else test_steps_that_are_not_gone_on_with_are_told
-    with pytest.raises((AssertionError, StoreError)):
-        claim(submit, tmp_path, "echo hello" if lost else capsys)
+test_a_mutant_is_found = finds(
+    "slurm",
+    test_steps_that_are_not_gone_on_with_are_told="""
+        from step 0 without a word: Lost steps are not told of
+            launch.slurm.submission.submit_cells: decision.action is not Action.start => not decision.starts
+    """,
+    test_without_an_answer_nothing_is_called_failed="""
+        answer lost: Jobs that SLURM may have taken are called failed
+            launch.slurm.submission._not_submitted: isinstance(error, NoAnswer) or =>
+            (answer="echo hello")
+    """,
+)

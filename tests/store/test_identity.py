@@ -12,7 +12,7 @@ from harness.config.compose import compose
 from harness.config.schema import Config
 from harness.store import identity
 from harness.store.rundir import flatten
-from tests.support.mutants import Slip, each
+from tests.support.mutants import finds
 
 
 @pytest.fixture
@@ -129,21 +129,20 @@ def test_what_is_usual_is_the_default():
     assert not [key for key, usual, _ in identity.UNUSUAL if config[key] not in usual]
 
 
-SLIPS = {
-    "rates are left out": Slip(identity, "UNUSUAL", "", lambda rows: [row for row in rows if row[2] != "lr{}"]),
-    "callbacks are left out": Slip(identity, "UNUSUAL", "", lambda rows: [row for row in rows if "call" not in row[0]]),
-    "a class of one's own is ext": Slip(identity, "_of_ones_own", 'group.get("target") or ', ""),
-    "run.name is ignored": Slip(identity, "run_name", 'get("name")', 'get("names")'),
-}
-
-
-@pytest.mark.parametrize("name", each("names of runs", [(name, f"In names of runs {name}") for name in SLIPS]))
-def test_a_name_that_says_too_little_is_found(config, monkeypatch, name):
-    SLIPS[name].put(monkeypatch)
-    wrong = []
-    for words in UNUSUAL:
-        try:
-            test_name_says_what_is_not_as_usual(copy.deepcopy(config), words)
-        except AssertionError:
-            wrong.append(words)
-    assert 0 < len(wrong) < len(UNUSUAL)
+test_a_mutant_is_found = finds(
+    "names of runs",
+    test_name_says_what_is_not_as_usual="""
+        rates are left out: In names of runs rates are left out
+            store.identity.UNUSUAL: [row for row in was if row[2] != "lr{}"]
+            (words="optimizer.lr=1e-5")
+        callbacks are left out: In names of runs callbacks are left out
+            store.identity.UNUSUAL: [row for row in was if "call" not in row[0]]
+            (words="measure.callbacks=[my_callbacks:Sparsity,b:Second]")
+        a class of one's own is ext: In names of runs a class of one's own is ext
+            store.identity._of_ones_own: group.get("target") or =>
+            (words="data.kind=ext data.target=my_data:Words")
+        run.name is ignored: In names of runs run.name is ignored
+            store.identity.run_name: get("name") => get("names")
+            (words="run.name=my_run.1")
+    """,
+)
