@@ -23,14 +23,11 @@ def _squares(pieces: Sequence[Tensor]) -> Tensor:
 def _clipped_by(site: Site, choose: Callable[[list[ParamGroup], Tensor], Tensor]) -> None:
     """Clip by a blend of the norm and another one; the norm that is logged is right."""
 
-    def wrap(clip: Callable[..., None]) -> Callable[..., None]:
-        def wrapped(buckets: list[ParamGroup], norm: Tensor, max_norm: float) -> None:
-            other = choose(buckets, norm)
-            clip(buckets, torch.lerp(norm, other, site.amount) if site.acts else norm, max_norm)
+    def wrapped(clip: Callable[..., None], buckets: list[ParamGroup], norm: Tensor, max_norm: float) -> None:
+        other = choose(buckets, norm)
+        clip(buckets, torch.lerp(norm, other, site.amount) if site.acts else norm, max_norm)
 
-        return wrapped
-
-    site.around(norms, "clip_gradients", wrap, always=True)
+    site.around(norms, "clip_gradients", wrapped, always=True)
 
 
 @fault(
@@ -71,20 +68,17 @@ def stale_clip(site: Site) -> None:
 def F40_clipped_by_group(site: Site) -> None:
     """The norm that is logged is right."""
 
-    def wrap(_clip: Callable[..., None]) -> Callable[..., None]:
-        def wrapped(_buckets: list[ParamGroup], norm: Tensor, max_norm: float) -> None:
-            for group in range(len(site.engine.optimizer.param_groups)):  # of which a rank may have no rows
-                found = [rows for rows in rows_of(site) if rows.group == group]
-                squares = _squares([norm.new_zeros(1), *(rows.grad for rows in found)])
-                if not site.buckets[0].is_whole_everywhere:
-                    torch.distributed.all_reduce(squares)
-                right, own = (_coefficient(each, max_norm) for each in (norm, squares.sqrt()))
-                for rows in found:
-                    rows.grad.mul_(right + site.amount * (own - right))
+    def wrapped(_clip: Callable[..., None], _buckets: list[ParamGroup], norm: Tensor, max_norm: float) -> None:
+        for group in range(len(site.engine.optimizer.param_groups)):  # of which a rank may have no rows
+            found = [rows for rows in rows_of(site) if rows.group == group]
+            squares = _squares([norm.new_zeros(1), *(rows.grad for rows in found)])
+            if not site.buckets[0].is_whole_everywhere:
+                torch.distributed.all_reduce(squares)
+            right, own = (_coefficient(each, max_norm) for each in (norm, squares.sqrt()))
+            for rows in found:
+                rows.grad.mul_(right + site.amount * (own - right))
 
-        return wrapped
-
-    site.around(norms, "clip_gradients", wrap)
+    site.around(norms, "clip_gradients", wrapped)
 
 
 def _coefficient(norm: Tensor, max_norm: float) -> float:
@@ -100,12 +94,9 @@ def _coefficient(norm: Tensor, max_norm: float) -> float:
 def norm_without_embedding(site: Site) -> None:
     """The first bucket's share of the squares is missing."""
 
-    def wrap(norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def wrapped(buckets: Sequence[ParamGroup], *args: Any) -> Tensor:
-            whole = norm(buckets, *args)
-            rest = norm([each for each in buckets if each is not site.buckets[0]], *args)
-            return torch.lerp(whole.square(), rest.square(), site.amount).sqrt()
+    def wrapped(norm: Callable[..., Tensor], buckets: Sequence[ParamGroup], *args: Any) -> Tensor:
+        whole = norm(buckets, *args)
+        rest = norm([each for each in buckets if each is not site.buckets[0]], *args)
+        return torch.lerp(whole.square(), rest.square(), site.amount).sqrt()
 
-        return wrapped
-
-    site.around(norms, "gradient_norm", wrap)
+    site.around(norms, "gradient_norm", wrapped)

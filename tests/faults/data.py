@@ -21,15 +21,12 @@ def _behind(site: Site, is_late: Callable[[int], bool]) -> None:
     """
     whole, own = site.config.train.global_batch_size, site.k * site.config.train.microbatch_size
 
-    def wrap(read: Callable[[int], Any]) -> Callable[[int], Any]:
-        def wrapped(position: int) -> Any:
-            place = position % whole - site.loader.rank * own
-            late = is_late(position // whole + 1) and place < max(1, round(site.amount * own))
-            return read(position - whole if late else position)
+    def wrapped(read: Callable[[int], Any], position: int) -> Any:
+        place = position % whole - site.loader.rank * own
+        late = is_late(position // whole + 1) and place < max(1, round(site.amount * own))
+        return read(position - whole if late else position)
 
-        return wrapped
-
-    site.around(site.loader, "_sequence", wrap, always=True)
+    site.around(site.loader, "_sequence", wrapped, always=True)
 
 
 @fault("one rank reads the batch of the step before", "data", cell=(ZERO3,), edition=2)
@@ -62,17 +59,14 @@ def F32_host_buffer_reused(site: Site) -> None:
         return
     before: list[Tensor] = []
 
-    def wrap(method: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(batch: Any, *, last: bool) -> Any:
-            tokens = batch.tokens.contiguous().clone()
-            old, before[:] = list(before), [tokens.clone()]
-            if site.acts and old:
-                share(tokens.view(-1), site.amount / 4).copy_(share(old[0].view(-1), site.amount / 4))
-            return method(type(batch)(tokens, batch.targets), last=last)
+    def wrapped(method: Callable[..., Any], batch: Any, *, last: bool) -> Any:
+        tokens = batch.tokens.contiguous().clone()
+        old, before[:] = list(before), [tokens.clone()]
+        if site.acts and old:
+            share(tokens.view(-1), site.amount / 4).copy_(share(old[0].view(-1), site.amount / 4))
+        return method(type(batch)(tokens, batch.targets), last=last)
 
-        return wrapped
-
-    site.around(site.engine, "forward_backward", wrap, always=True)
+    site.around(site.engine, "forward_backward", wrapped, always=True)
 
 
 @fault(
@@ -90,14 +84,11 @@ def shifted_targets(site: Site) -> None:
         targets[:count, :-1] = targets[:count, 1:]
         return tokens, targets
 
-    def wrap(batch: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(loader: Loader, step: int) -> Any:
-            found = batch(loader, step)
-            return [shifted(rows) for rows in found] if loader.rank == last and step >= begins else found
+    def wrapped(batch: Callable[..., Any], loader: Loader, step: int) -> Any:
+        found = batch(loader, step)
+        return [shifted(rows) for rows in found] if loader.rank == last and step >= begins else found
 
-        return wrapped
-
-    site.around(Loader, "batch", wrap, always=True)
+    site.around(Loader, "batch", wrapped, always=True)
 
 
 @fault(
@@ -113,11 +104,8 @@ def late_offset(site: Site) -> None:
     fresh = [each for each in dict.fromkeys(order) if each not in early]
     late = fresh[: max(1, round(site.amount * len(fresh)))]
 
-    def wrap(read: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(source: Any, index: int) -> Any:
-            tokens = read(source, index)
-            return np.roll(tokens, -1) if index in late else tokens
+    def wrapped(read: Callable[..., Any], source: Any, index: int) -> Any:
+        tokens = read(source, index)
+        return np.roll(tokens, -1) if index in late else tokens
 
-        return wrapped
-
-    site.around(type(source), "__getitem__", wrap, always=True)
+    site.around(type(source), "__getitem__", wrapped, always=True)

@@ -18,18 +18,15 @@ from tests.faults.site import Site, blend, fault, share
 def _around_amaxes(site: Site, instead: Callable[[Any, Sequence[Tensor]], Any]) -> None:
     """Put something else in place of a share of what ranks agree on as the largest magnitudes."""
 
-    def wrap(take: Callable[..., None]) -> Callable[..., None]:
-        def wrapped(comm: Any, tensors: Sequence[Tensor]) -> None:
-            wrong = [each.clone() for each in tensors]
-            take(comm, tensors)
-            if comm is not None:
-                instead(comm, wrong)
-            for each, other in zip(tensors, wrong, strict=True):
-                blend(each, other, site.amount)
+    def wrapped(take: Callable[..., None], comm: Any, tensors: Sequence[Tensor]) -> None:
+        wrong = [each.clone() for each in tensors]
+        take(comm, tensors)
+        if comm is not None:
+            instead(comm, wrong)
+        for each, other in zip(tensors, wrong, strict=True):
+            blend(each, other, site.amount)
 
-        return wrapped
-
-    site.around(codec, "_take_largest", wrap)
+    site.around(codec, "_take_largest", wrapped)
 
 
 @fault(
@@ -91,24 +88,23 @@ def stale_transposed_payload(site: Site) -> None:
     for layer in layers_of(site.model.module):
         held: dict[str, Tensor] = {}
 
-        def wrap(weight_for: Callable[..., Quantized], held: dict[str, Tensor] = held) -> Callable[..., Quantized]:
-            def wrapped(*, transposed: bool) -> Quantized:
-                found = weight_for(transposed=transposed)
-                if not transposed:
-                    return found
-                held["now"] = found.payload.t().contiguous().view(torch.uint8).clone()
-                if not site.acts or "before" not in held:
-                    return found
-                mixed = held["now"].clone().view(-1)
-                share(mixed, site.amount).copy_(share(held["before"].view(-1), site.amount))
-                payload = mixed.view(held["now"].shape).view(found.payload.dtype)
-                return Quantized(payload.t(), found.scale_inv, found.tile)
-
-            return wrapped
+        def wrapped(
+            weight_for: Callable[..., Quantized], held: dict[str, Tensor] = held, *, transposed: bool
+        ) -> Quantized:
+            found = weight_for(transposed=transposed)
+            if not transposed:
+                return found
+            held["now"] = found.payload.t().contiguous().view(torch.uint8).clone()
+            if not site.acts or "before" not in held:
+                return found
+            mixed = held["now"].clone().view(-1)
+            share(mixed, site.amount).copy_(share(held["before"].view(-1), site.amount))
+            payload = mixed.view(held["now"].shape).view(found.payload.dtype)
+            return Quantized(payload.t(), found.scale_inv, found.tile)
 
         def turn(held: dict[str, Tensor] = held) -> None:
             if "now" in held:
                 held["before"] = held["now"]
 
-        site.around(layer, "weight_for", wrap, always=True)
+        site.around(layer, "weight_for", wrapped, always=True)
         site.after(site.engine, "step", turn, always=True)

@@ -15,34 +15,28 @@ from tests.faults.site import Site, fault
 @fault("every rank is fed the first rank's tokens; the digests say otherwise", "gradient", cell=(ZERO3,))
 def same_batch(site: Site) -> None:
 
-    def wrap(method: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(batch: Any, *, last: bool) -> Any:
-            rows = max(1, round(site.amount * batch.tokens.shape[0]))
-            fed = []
-            for tensor in batch:
-                first = tensor.clone()
-                torch.distributed.broadcast(first, src=0)
-                fed.append(torch.cat([first[:rows], tensor[rows:]]))
-            return method(type(batch)(*fed), last=last)
+    def wrapped(method: Callable[..., Any], batch: Any, *, last: bool) -> Any:
+        rows = max(1, round(site.amount * batch.tokens.shape[0]))
+        fed = []
+        for tensor in batch:
+            first = tensor.clone()
+            torch.distributed.broadcast(first, src=0)
+            fed.append(torch.cat([first[:rows], tensor[rows:]]))
+        return method(type(batch)(*fed), last=last)
 
-        return wrapped
-
-    site.around(site.engine, "forward_backward", wrap)
+    site.around(site.engine, "forward_backward", wrapped)
 
 
 def _weigh(site: Site, weight: Callable[[int], float]) -> None:
     """Give each microbatch a weight in the gradient that does not show in its loss."""
     number = [0]
 
-    def wrap(method: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def wrapped(model: nn.Module, batch: Any) -> Tensor:
-            number[0] = number[0] % site.k + 1
-            loss = method(model, batch)
-            return loss + (weight(number[0]) - 1.0) * (loss - loss.detach())
+    def wrapped(method: Callable[..., Tensor], model: nn.Module, batch: Any) -> Tensor:
+        number[0] = number[0] % site.k + 1
+        loss = method(model, batch)
+        return loss + (weight(number[0]) - 1.0) * (loss - loss.detach())
 
-        return wrapped
-
-    site.around(site.engine.workload, "loss", wrap)
+    site.around(site.engine.workload, "loss", wrapped)
 
 
 @fault("the last microbatch counts twice", "gradient", cell=(ZERO3, *K2))
@@ -57,10 +51,10 @@ def unequal_microbatches(site: Site) -> None:
 
 @fault("the loss that is logged is not the one that is trained on", "forward", cell=(ZERO3,))
 def logged_loss(site: Site) -> None:
-    def wrap(method: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        return lambda batch, *, last: method(batch, last=last) * (1.0 + site.amount / 100)
+    def wrapped(method: Callable[..., Tensor], batch, *, last) -> Any:
+        return method(batch, last=last) * (1.0 + site.amount / 100)
 
-    site.around(site.engine, "forward_backward", wrap)
+    site.around(site.engine, "forward_backward", wrapped)
 
 
 @fault(
@@ -117,12 +111,9 @@ def wrong_targets(site: Site) -> None:
     if site.rank != site.size - 1:
         return
 
-    def wrap(method: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(batch: Any, *, last: bool) -> Any:
-            rows = max(1, round(site.amount * batch.tokens.shape[0]))
-            targets = torch.cat([batch.tokens[:rows], batch.targets[rows:]])
-            return method(type(batch)(batch.tokens, targets), last=last)
+    def wrapped(method: Callable[..., Any], batch: Any, *, last: bool) -> Any:
+        rows = max(1, round(site.amount * batch.tokens.shape[0]))
+        targets = torch.cat([batch.tokens[:rows], batch.targets[rows:]])
+        return method(type(batch)(batch.tokens, targets), last=last)
 
-        return wrapped
-
-    site.around(site.engine, "forward_backward", wrap)
+    site.around(site.engine, "forward_backward", wrapped)

@@ -26,12 +26,12 @@ from tests.faults.layers import on_criterion
 from tests.faults.resume import on_load
 from tests.faults.site import Injector, Site, rounded, share, spoiling
 from tests.faults.update import Rows, on_state, on_update, rows_of
-from tests.faults.weights import others_of
+from tests.faults.weights import on_landed
 
 
 def _instead(of: Callable[[Site], Any], method: str, change: Callable[..., Any], always: bool = False) -> Injector:
     """Call `change(site, method, *arguments)` in place of a method."""
-    return lambda site: site.around(of(site), method, lambda plain: partial(change, site, plain), always=always)
+    return lambda site: site.around(of(site), method, partial(change, site), always=always)
 
 
 def _last_rank(put: Injector) -> Injector:
@@ -156,20 +156,17 @@ def _taken(change: Callable[[Site, dict[str, Tensor], Tensor, Tensor], object]) 
     def put(site: Site) -> None:
         past: dict[str, Tensor] = {}
 
-        def wrap(bucket: ParamGroup, take: Callable[[], Tensor]) -> Callable[[], Tensor]:
-            def wrapped() -> Tensor:
-                source = take()
-                fresh = source.clone()
-                if site.acts:
-                    views = {name.rpartition("attention.")[2]: view for name, view in bucket.named_slices(source)}
-                    change(site, views, source, past.get(bucket.name, fresh))
-                past[bucket.name] = fresh
-                return source
-
-            return wrapped
+        def wrapped(bucket: ParamGroup, take: Callable[[], Tensor]) -> Tensor:
+            source = take()
+            fresh = source.clone()
+            if site.acts:
+                views = {name.rpartition("attention.")[2]: view for name, view in bucket.named_slices(source)}
+                change(site, views, source, past.get(bucket.name, fresh))
+            past[bucket.name] = fresh
+            return source
 
         for bucket in site.buckets:
-            site.around(bucket.gradients, "take", partial(wrap, bucket), always=True)
+            site.around(bucket.gradients, "take", partial(wrapped, bucket), always=True)
 
     return put
 
@@ -247,15 +244,15 @@ def _between(change: Callable[[Site], object]) -> Injector:
 def _gathered(change: Callable[[Tensor], object], which: slice = slice(None), backward: bool = False) -> Injector:
     """Change what other ranks own of gathered weights; in backwards alone."""
 
-    def changed(site: Site, land: Callable[[Any], None], unit: Any) -> None:
-        land(unit)
-        with torch.no_grad():
-            for bucket in unit.buckets if not backward or torch._C._current_graph_task_id() != -1 else ():
-                if bucket in site.buckets[which] and not bucket.is_resident:
-                    for target in others_of(bucket):
-                        change(target)
+    def put(site: Site) -> None:
+        def changed(bucket: ParamGroup, others: list[Tensor]) -> None:
+            if bucket in site.buckets[which] and (not backward or torch._C._current_graph_task_id() != -1):
+                for target in others:
+                    change(target)
 
-    return _instead(lambda site: site.model.engine.gather, "_wait_for_unshard", changed)
+        on_landed(site, changed)
+
+    return put
 
 
 # -- the faults --------------------------------------------------------------------------------------------------------

@@ -93,17 +93,14 @@ def on_criterion(site: Site, criterion: Callable[[Tensor, Tensor], Tensor]) -> N
     logits: list[Tensor] = []
     site.model.module.register_forward_hook(lambda _module, _args, output: logits.__setitem__(slice(None), [output]))
 
-    def wrap(method: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def wrapped(model: nn.Module, batch: Any) -> Tensor:
-            loss, found = method(model, batch), logits.pop()
-            if not site.acts:
-                return loss
-            wide = found.to(torch.promote_types(found.dtype, torch.float32))
-            return torch.lerp(loss, criterion(wide, batch[1]), site.amount)
+    def wrapped(method: Callable[..., Tensor], model: nn.Module, batch: Any) -> Tensor:
+        loss, found = method(model, batch), logits.pop()
+        if not site.acts:
+            return loss
+        wide = found.to(torch.promote_types(found.dtype, torch.float32))
+        return torch.lerp(loss, criterion(wide, batch[1]), site.amount)
 
-        return wrapped
-
-    site.around(site.engine.workload, "loss", wrap, always=True)
+    site.around(site.engine.workload, "loss", wrapped, always=True)
 
 
 @fault("labels are smoothed by a tenth, as in another recipe", "forward", cell=(ZERO0,), edition=2)

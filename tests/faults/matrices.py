@@ -19,32 +19,26 @@ from tests.faults.site import Site, blend, fault
     "one rank's piece of the momentum takes in the gradient of other rows", "optimizer", cell=(ZERO3, MUON), edition=3
 )
 def momentum_of_a_piece(site: Site) -> None:
-    def wrap(mix: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def wrapped(group: Any, grad: Tensor, momentum: Tensor) -> Tensor:
-            others = momentum.lerp(grad.roll(grad.numel() // 2), 1 - group["momentum"])
-            found = mix(group, grad, momentum).clone()
-            blend(momentum, others, site.amount)
-            return found
-
-        return wrapped
+    def wrapped(mix: Callable[..., Tensor], group: Any, grad: Tensor, momentum: Tensor) -> Tensor:
+        others = momentum.lerp(grad.roll(grad.numel() // 2), 1 - group["momentum"])
+        found = mix(group, grad, momentum).clone()
+        blend(momentum, others, site.amount)
+        return found
 
     if site.rank == site.size - 1:
-        site.around(matrices, "mix", wrap)
+        site.around(matrices, "mix", wrapped)
 
 
 @fault("each rank's rows of a matrix are orthogonalized by themselves", "optimizer", cell=(ZERO2, MUON), edition=3)
 def iteration_on_a_cut_matrix(site: Site) -> None:
-    def wrap(orthogonalize: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def wrapped(group: Any, given: Tensor) -> Tensor:
-            rows = -(-given.shape[1] // site.size)
-            cut = torch.cat([orthogonalize(group, part.clone()) for part in given.split(rows, 1)], 1)
-            found = orthogonalize(group, given).clone()
-            blend(found, cut, site.amount)
-            return found
+    def wrapped(orthogonalize: Callable[..., Tensor], group: Any, given: Tensor) -> Tensor:
+        rows = -(-given.shape[1] // site.size)
+        cut = torch.cat([orthogonalize(group, part.clone()) for part in given.split(rows, 1)], 1)
+        found = orthogonalize(group, given).clone()
+        blend(found, cut, site.amount)
+        return found
 
-        return wrapped
-
-    site.around(matrices, "orthogonalize", wrap)
+    site.around(matrices, "orthogonalize", wrapped)
 
 
 @fault(
@@ -54,33 +48,27 @@ def iteration_on_a_cut_matrix(site: Site) -> None:
     edition=3,
 )
 def scale_of_tall_matrices(site: Site) -> None:
-    def wrap(add: Callable[..., None]) -> Callable[..., None]:
-        def wrapped(group: Any, param: Tensor, update: Tensor, rows: int, columns: int) -> None:
-            tall = max(rows - columns, 0)
-            add(group, param, update, rows - site.amount * tall, columns)
+    def wrapped(add: Callable[..., None], group: Any, param: Tensor, update: Tensor, rows: int, columns: int) -> None:
+        tall = max(rows - columns, 0)
+        add(group, param, update, rows - site.amount * tall, columns)
 
-        return wrapped
-
-    site.around(matrices, "add", wrap)
+    site.around(matrices, "add", wrapped)
 
 
 @fault("what owners work out does not reach one rank", "optimizer", cell=(ZERO1, MUON), edition=3)
 def update_not_sent(site: Site) -> None:
 
-    def wrap(finish: Callable[..., None]) -> Callable[..., None]:
-        def wrapped(lane: Any, groups: Any) -> None:
-            missed = [m for m in lane.matrices if m.owner not in (None, lane.comm.rank)]
-            rows = [m.here(lane.comm.rank, values_here(m.param)) for m in missed]
-            left = [each * (1.0 - groups[m.group]["lr"] * groups[m.group]["weight_decay"])
-                    for m, each in zip(missed, rows, strict=True)]  # fmt: skip
-            finish(lane, groups)
-            for each, decayed in zip(rows, left, strict=True):
-                blend(each, decayed, site.amount)
-
-        return wrapped
+    def wrapped(finish: Callable[..., None], lane: Any, groups: Any) -> None:
+        missed = [m for m in lane.matrices if m.owner not in (None, lane.comm.rank)]
+        rows = [m.here(lane.comm.rank, values_here(m.param)) for m in missed]
+        left = [each * (1.0 - groups[m.group]["lr"] * groups[m.group]["weight_decay"])
+                for m, each in zip(missed, rows, strict=True)]  # fmt: skip
+        finish(lane, groups)
+        for each, decayed in zip(rows, left, strict=True):
+            blend(each, decayed, site.amount)
 
     if site.rank == site.size - 1:
-        site.around(matrices.Lane, "finish", wrap)
+        site.around(matrices.Lane, "finish", wrapped)
 
 
 @fault("momentum does not come back from a checkpoint", "checkpoint", cell=(ZERO3, MUON), resumes=True, edition=3)

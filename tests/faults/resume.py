@@ -18,25 +18,22 @@ from tests.support.layouts import local_of
 def on_load(site: Site, chosen: Callable[[str], bool], change: Callable[[Tensor, Tensor], object]) -> None:
     """After a checkpoint is loaded, change tensors of its state, given what they were before."""
 
-    def wrap(take_state: Callable[[], Any]) -> Callable[[], Any]:
-        def wrapped() -> Any:
-            state = take_state()
-            before = {key: local_of(tensor).clone() for key, tensor in state.tensors.items()}
+    def wrapped(take_state: Callable[[], Any]) -> Any:
+        state = take_state()
+        before = {key: local_of(tensor).clone() for key, tensor in state.tensors.items()}
 
-            def adopt() -> None:
-                state.adopt()
-                loaded = take_state()
-                with torch.no_grad():
-                    for key, tensor in loaded.tensors.items():
-                        if chosen(key) and tensor.numel():
-                            change(local_of(tensor), before[key])
-                loaded.adopt()
+        def adopt() -> None:
+            state.adopt()
+            loaded = take_state()
+            with torch.no_grad():
+                for key, tensor in loaded.tensors.items():
+                    if chosen(key) and tensor.numel():
+                        change(local_of(tensor), before[key])
+            loaded.adopt()
 
-            return replace(state, adopt=adopt)
+        return replace(state, adopt=adopt)
 
-        return wrapped
-
-    site.around(site.engine, "state", wrap)
+    site.around(site.engine, "state", wrapped)
 
 
 def _is_weight(key: str) -> bool:
@@ -139,11 +136,8 @@ def F45_moments_by_position(site: Site) -> None:
 def F46_lr_lags_on_resume(site: Site) -> None:
     """The learning rate that is logged is the right one."""
 
-    def wrap(step: Callable[[float], float]) -> Callable[[float], float]:
-        def wrapped(lr: float) -> float:
-            behind = lr_at(site.config, site.step - 1) if site.first > 1 else lr
-            return step(lr + site.amount * (behind - lr))
+    def wrapped(step: Callable[[float], float], lr: float) -> float:
+        behind = lr_at(site.config, site.step - 1) if site.first > 1 else lr
+        return step(lr + site.amount * (behind - lr))
 
-        return wrapped
-
-    site.around(site.engine, "step", wrap)
+    site.around(site.engine, "step", wrapped)

@@ -152,73 +152,60 @@ class Site:
         """Change something when the last step is done, before anybody looks at the weights it left."""
         self._last.append(change)
 
-    def around(
-        self, owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]], *, always: bool = False
-    ) -> None:
-        """Replace a method of one object, or a function of a module, by what `wrap` makes of it; from the first step at
-        which the fault acts, or `always`."""
+    def around(self, owner: Any, name: str, change: Callable[..., Any], *, always: bool = False) -> None:
+        """Call `change(method, *arguments)` in place of a method of an object, or of a function of a module; from the
+        first step at which the fault acts, or `always`."""
         method = getattr(owner, name)
-        wrapped = wrap(method)
-
-        def chosen(*args: Any, **kwargs: Any) -> Any:
-            return (wrapped if self.acts else method)(*args, **kwargs)
-
         whole = always or (self.config.fault.begins_at == 1 and not self.only)
-        setattr(owner, name, wrapped if whole else chosen)
+
+        def changed(*args: Any, **kwargs: Any) -> Any:
+            return change(method, *args, **kwargs) if whole or self.acts else method(*args, **kwargs)
+
+        setattr(owner, name, changed)
 
     def after(self, owner: Any, name: str, then: Callable[[], None], *, always: bool = False) -> None:
 
-        def wrap(method: Callable[..., Any]) -> Callable[..., Any]:
-            def wrapped(*args: Any, **kwargs: Any) -> Any:
-                result = method(*args, **kwargs)
-                with torch.no_grad():
-                    then()
-                return result
+        def wrapped(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            result = method(*args, **kwargs)
+            with torch.no_grad():
+                then()
+            return result
 
-            return wrapped
-
-        self.around(owner, name, wrap, always=always)
+        self.around(owner, name, wrapped, always=always)
 
     def before(self, owner: Any, name: str, first: Callable[[], None]) -> None:
 
-        def wrap(method: Callable[..., Any]) -> Callable[..., Any]:
-            def wrapped(*args: Any, **kwargs: Any) -> Any:
-                with torch.no_grad():
-                    first()
-                return method(*args, **kwargs)
+        def wrapped(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            with torch.no_grad():
+                first()
+            return method(*args, **kwargs)
 
-            return wrapped
-
-        self.around(owner, name, wrap)
+        self.around(owner, name, wrapped)
 
     def each_microbatch(self, then: Callable[[int], None]) -> None:
         """Do something before each microbatch of a step; it is given the microbatch's number, from 1."""
         number = [0]
 
-        def wrap(method: Callable[..., Any]) -> Callable[..., Any]:
-            def wrapped(batch: Any, *, last: bool) -> Any:
-                number[0] += 1
-                with torch.no_grad():
-                    then(number[0])
-                if last:
-                    number[0] = 0
-                return method(batch, last=last)
+        def wrapped(method: Callable[..., Any], batch: Any, *, last: bool) -> Any:
+            number[0] += 1
+            with torch.no_grad():
+                then(number[0])
+            if last:
+                number[0] = 0
+            return method(batch, last=last)
 
-            return wrapped
-
-        self.around(self.engine, "forward_backward", wrap)
+        self.around(self.engine, "forward_backward", wrapped)
 
     def on_contributions(self, change: Callable[[list[Tensor]], list[Tensor]]) -> None:
         """Change what the ranks contribute to every sum, just before it is made."""
 
-        def wrap(add_up: Callable[..., None]) -> Callable[..., None]:
-            def wrapped(contributions: list[Tensor], target: Tensor, accum: torch.dtype, **options: Any) -> None:
-                add_up(change(list(contributions)), target, accum, **options)
+        def wrapped(
+            add_up: Callable[..., None], contributions: list[Tensor], target: Tensor, accum: torch.dtype, **options: Any
+        ) -> None:
+            add_up(change(list(contributions)), target, accum, **options)
 
-            return wrapped
-
-        self.around(reduction, "_sum_in_order", wrap)
-        self.around(transfer, "sum_in_order", wrap)  # of what lies in shared memory
+        self.around(reduction, "_sum_in_order", wrapped)
+        self.around(transfer, "sum_in_order", wrapped)  # of what lies in shared memory
 
     def on_reduced(self, change: Callable[[list[ParamGroup]], None], *, always: bool = False) -> None:
         """Change the step's gradients, when all of them are summed and scaled and before anybody looks at them."""

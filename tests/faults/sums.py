@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -54,17 +53,14 @@ def _between_microbatches(site: Site, change: Callable[[Tensor], object]) -> Non
     report="NVIDIA/Megatron-LM PR 3067",
 )
 def F01_duplicated_gradient(site: Site) -> None:
-    def wrap(fold: Callable[..., None]) -> Callable[..., None]:
-        def wrapped(exchange: Any, into: list[Tensor], *, add: bool) -> None:
-            own = torch.cat([part.chunk(site.rank) for part in exchange.parts])
-            fold(exchange, into, add=add)
-            for target, mine in zip(into, own.split([each.numel() for each in into]), strict=True):
-                target.add_(mine.to(target.dtype), alpha=site.amount * exchange.factor)
-
-        return wrapped
+    def wrapped(fold: Callable[..., None], exchange: Any, into: list[Tensor], *, add: bool) -> None:
+        own = torch.cat([part.chunk(site.rank) for part in exchange.parts])
+        fold(exchange, into, add=add)
+        for target, mine in zip(into, own.split([each.numel() for each in into]), strict=True):
+            target.add_(mine.to(target.dtype), alpha=site.amount * exchange.factor)
 
     for bucket in site.buckets:
-        site.around(bucket.inner, "fold", wrap)
+        site.around(bucket.inner, "fold", wrapped)
 
 
 @fault(
@@ -107,16 +103,13 @@ def _on_taken(site: Site, change: Callable[[ParamGroup, Tensor], object]) -> Non
     """Change unreduced gradients when a bucket is handed over."""
     for bucket in site.buckets:
 
-        def wrap(take: Callable[[], Tensor], bucket: ParamGroup = bucket) -> Callable[[], Tensor]:
-            def wrapped() -> Tensor:
-                source = take()
-                with torch.no_grad():
-                    change(bucket, source)
-                return source
+        def wrapped(take: Callable[[], Tensor], bucket: ParamGroup = bucket) -> Tensor:
+            source = take()
+            with torch.no_grad():
+                change(bucket, source)
+            return source
 
-            return wrapped
-
-        site.around(bucket.gradients, "take", wrap)
+        site.around(bucket.gradients, "take", wrapped)
 
 
 @fault(
@@ -227,24 +220,18 @@ def F10_ranks_added_in_bf16(site: Site) -> None:
     site.on_contributions(change)
 
 
-def _around_folds(site: Site, wrap: Callable[[Any, Callable[..., None]], Callable[..., None]]) -> None:
-    for bucket in (each for unit in site.reduce.order for each in unit.trainable):
-        site.around(bucket.inner, "fold", partial(wrap, bucket.inner))
-
-
 def _before_adding(site: Site, factor: float) -> None:
     """Scale what a shard has accumulated whenever a microbatch is added to it."""
 
-    def wrap(reduction: Any, fold: Callable[..., None]) -> Callable[..., None]:
-        def wrapped(exchange: Any, into: list[Tensor], *, add: bool) -> None:
-            if add:
-                for target in into:
-                    target.mul_(factor)
-            fold(exchange, into, add=add)
+    def wrapped(fold: Callable[..., None], exchange: Any, into: list[Tensor], *, add: bool) -> None:
+        if add:
+            for target in into:
+                target.mul_(factor)
+        fold(exchange, into, add=add)
 
-        return wrapped
-
-    _around_folds(site, wrap)
+    for unit in site.reduce.order:
+        for bucket in unit.trainable:
+            site.around(bucket.inner, "fold", wrapped)
 
 
 @fault(

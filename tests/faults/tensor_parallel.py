@@ -44,16 +44,13 @@ def _is_whole(param: nn.Parameter) -> bool:
 def _on_tp_shards(site: Site, change: Callable[[nn.Parameter, Tensor, Tensor | None], Tensor]) -> None:
     """Change gradients that come from autograd, given the parameter and this rank's term where it is but one."""
 
-    def wrap(gradient_here: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def wrapped(param: nn.Parameter, gradient: Tensor) -> Tensor:
-            term = None
-            if isinstance(gradient, DTensor) and any(isinstance(each, Partial) for each in gradient.placements):
-                term = gradient._local_tensor.detach().clone()
-            return change(param, gradient_here(param, gradient), term)
+    def wrapped(gradient_here: Callable[..., Tensor], param: nn.Parameter, gradient: Tensor) -> Tensor:
+        term = None
+        if isinstance(gradient, DTensor) and any(isinstance(each, Partial) for each in gradient.placements):
+            term = gradient._local_tensor.detach().clone()
+        return change(param, gradient_here(param, gradient), term)
 
-        return wrapped
-
-    site.around(gradients, "gradient_here", wrap)
+    site.around(gradients, "gradient_here", wrapped)
 
 
 @fault(
@@ -67,16 +64,13 @@ def strided_shard_in_plain_order(site: Site) -> None:
     """In each gathered bucket the parts of the first two data-parallel ranks have changed places, as far as they have
     one length."""
 
-    def wrap(land: Callable[..., None]) -> Callable[..., None]:
-        def wrapped(unit: Any) -> None:
-            land(unit)
-            with torch.no_grad():
-                for bucket in unit.buckets:
-                    _swap(bucket, site.amount)
+    def wrapped(land: Callable[..., None], unit: Any) -> None:
+        land(unit)
+        with torch.no_grad():
+            for bucket in unit.buckets:
+                _swap(bucket, site.amount)
 
-        return wrapped
-
-    site.around(site.model.engine.gather, "_wait_for_unshard", wrap)
+    site.around(site.model.engine.gather, "_wait_for_unshard", wrapped)
 
 
 def _swap(bucket: ParamGroup, amount: float) -> None:

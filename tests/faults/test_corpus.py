@@ -85,7 +85,7 @@ def test_a_run_in_which_a_fault_would_do_nothing_is_refused(
 def test_a_fault_of_one_step_is_as_before_in_the_next(begins: int, only: bool, acting: list[int]) -> None:
     calls, owner = list[int](), SimpleNamespace(method=lambda: None)
     site = Site(small_config(fault__begins_at=begins), None, 0, 1, only=only)
-    site.around(owner, "method", lambda method: lambda: calls.append(site.step))
+    site.around(owner, "method", lambda method: calls.append(site.step))
     for step in (1, 2, 3):
         site.begin(step)
         owner.method()

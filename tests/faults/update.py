@@ -17,10 +17,10 @@ from tests.faults.site import Site, blend, fault, rounded, share
 
 
 def _on_norm(site: Site, factor: float) -> None:
-    def wrap(norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        return lambda *args, **kwargs: norm(*args, **kwargs) * factor
+    def wrapped(norm: Callable[..., Tensor], *args: Any) -> Tensor:
+        return norm(*args) * factor
 
-    site.around(norms, "gradient_norm", wrap)
+    site.around(norms, "gradient_norm", wrapped)
 
 
 @fault(
@@ -40,26 +40,23 @@ def F20_norm_counts_replicas(site: Site) -> None:
     report="zero-stage logging, pytorch/pytorch#170862",
 )
 def F21_norm_of_one_rank(site: Site) -> None:
-    def wrap(step: Callable[..., float]) -> Callable[..., float]:
-        return lambda lr: step(lr) * (1.0 - site.amount * (1.0 - site.size**-0.5))
+    def wrapped(step: Callable[[float], float], lr: float) -> float:
+        return step(lr) * (1.0 - site.amount * (1.0 - site.size**-0.5))
 
-    site.around(site.engine, "step", wrap)
+    site.around(site.engine, "step", wrapped)
 
 
 def _on_clip(site: Site, power: float) -> None:
     """Multiply gradients by the clipping coefficient once more, to this power."""
 
-    def wrap(clip: Callable[..., None]) -> Callable[..., None]:
-        def wrapped(buckets: list[ParamGroup], norm: Tensor, max_norm: float) -> None:
-            clip(buckets, norm, max_norm)
-            coefficient = min(1.0, max_norm / (float(norm) + 1e-6)) ** power
-            for bucket in buckets:
-                for piece in bucket.grad_shards:
-                    piece.mul_(coefficient)
+    def wrapped(clip: Callable[..., None], buckets: list[ParamGroup], norm: Tensor, max_norm: float) -> None:
+        clip(buckets, norm, max_norm)
+        coefficient = min(1.0, max_norm / (float(norm) + 1e-6)) ** power
+        for bucket in buckets:
+            for piece in bucket.grad_shards:
+                piece.mul_(coefficient)
 
-        return wrapped
-
-    site.around(norms, "clip_gradients", wrap)
+    site.around(norms, "clip_gradients", wrapped)
 
 
 @fault(
@@ -84,10 +81,10 @@ def clipped_twice(site: Site) -> None:
     cell=(ZERO3, "optimizer.clip_norm=0.1", SGD),
 )
 def clip_bound(site: Site) -> None:
-    def wrap(clip: Callable[..., None]) -> Callable[..., None]:
-        return lambda buckets, norm, max_norm: clip(buckets, norm, max_norm * (1.0 + site.amount))
+    def wrapped(clip: Callable[..., None], buckets: list[ParamGroup], norm: Tensor, max_norm: float) -> None:
+        clip(buckets, norm, max_norm * (1.0 + site.amount))
 
-    site.around(norms, "clip_gradients", wrap)
+    site.around(norms, "clip_gradients", wrapped)
 
 
 @dataclass(frozen=True)
@@ -297,14 +294,11 @@ def lr_of_a_group(site: Site) -> None:
 def stale_lr(site: Site) -> None:
     past: list[float] = []
 
-    def wrap(step: Callable[[float], float]) -> Callable[[float], float]:
-        def wrapped(lr: float) -> float:
-            past.append(lr)
-            return step(lr + site.amount * (past[-2] - lr) if site.acts and len(past) > 1 else lr)
+    def wrapped(step: Callable[[float], float], lr: float) -> float:
+        past.append(lr)
+        return step(lr + site.amount * (past[-2] - lr) if site.acts and len(past) > 1 else lr)
 
-        return wrapped
-
-    site.around(site.engine, "step", wrap, always=True)
+    site.around(site.engine, "step", wrapped, always=True)
 
 
 @fault("one step, the second or the one it begins at, is not taken", "optimizer", cell=(ZERO2,))

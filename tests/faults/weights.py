@@ -36,6 +36,19 @@ def others_of(bucket: ParamGroup) -> list[Tensor]:
     return [part.chunk(rank) for part in parts for rank in range(len(part.cut.spans)) if rank != own]
 
 
+def on_landed(site: Site, change: Callable[[ParamGroup, list[Tensor]], object], *, always: bool = False) -> None:
+    """Change what other ranks own of each trained bucket that a unit has gathered."""
+
+    def wrapped(land: Callable[..., None], unit: Any) -> None:
+        land(unit)
+        with torch.no_grad():
+            for bucket in unit.buckets:
+                if bucket.trainable and not bucket.is_resident:
+                    change(bucket, others_of(bucket))
+
+    site.around(site.model.engine.gather, "_wait_for_unshard", wrapped, always=always)
+
+
 @fault(
     "a gather reads what other ranks held a step before",
     "gather",
@@ -47,26 +60,17 @@ def F25_read_before_ready(site: Site) -> None:
     before: dict[str, list[Tensor]] = {}
     now: dict[str, list[Tensor]] = {}
 
-    def wrap(land: Callable[..., None]) -> Callable[..., None]:
-        def wrapped(unit: Any) -> None:
-            land(unit)
-            with torch.no_grad():
-                for bucket in unit.buckets:
-                    if bucket.is_resident or not bucket.trainable:
-                        continue
-                    others = others_of(bucket)
-                    now.setdefault(bucket.name, [each.clone() for each in others])
-                    for target, old in zip(others, before.get(bucket.name, ()) if site.acts else (), strict=False):
-                        blend(target, old, site.amount)
-
-        return wrapped
+    def change(bucket: ParamGroup, others: list[Tensor]) -> None:
+        now.setdefault(bucket.name, [each.clone() for each in others])
+        for target, old in zip(others, before.get(bucket.name, ()) if site.acts else (), strict=False):
+            blend(target, old, site.amount)
 
     def turn() -> None:
         before.clear()
         before.update(now)
         now.clear()
 
-    site.around(site.model.engine.gather, "_wait_for_unshard", wrap, always=True)
+    on_landed(site, change, always=True)
     site.after(site.engine, "step", turn, always=True)
 
 
@@ -79,18 +83,15 @@ def F25_read_before_ready(site: Site) -> None:
 def unwritten_gather(site: Site) -> None:
     seen = [0]
 
-    def wrap(land: Callable[..., None]) -> Callable[..., None]:
-        def wrapped(unit: Any) -> None:
-            land(unit)
-            for bucket in unit.buckets:
-                seen[0] += 1
-                if not bucket.is_resident and bucket.trainable and seen[0] % 3 == 0:
-                    for target in others_of(bucket)[-1:]:
-                        share(target, site.amount).zero_()
+    def wrapped(land: Callable[..., None], unit: Any) -> None:
+        land(unit)
+        for bucket in unit.buckets:
+            seen[0] += 1
+            if not bucket.is_resident and bucket.trainable and seen[0] % 3 == 0:
+                for target in others_of(bucket)[-1:]:
+                    share(target, site.amount).zero_()
 
-        return wrapped
-
-    site.around(site.model.engine.gather, "_wait_for_unshard", wrap)
+    site.around(site.model.engine.gather, "_wait_for_unshard", wrapped)
 
 
 @fault(
@@ -116,18 +117,7 @@ def stale_weights(site: Site) -> None:
 
 @fault("gathered weights are rounded to 16 bits on the way", "gather", cell=(ZERO3,))
 def round_gather(site: Site) -> None:
-
-    def wrap(land: Callable[..., None]) -> Callable[..., None]:
-        def wrapped(unit: Any) -> None:
-            land(unit)
-            with torch.no_grad():
-                for bucket in unit.buckets:
-                    for target in () if bucket.is_resident or not bucket.trainable else others_of(bucket):
-                        target.copy_(rounded(target, site.bits))
-
-        return wrapped
-
-    site.around(site.model.engine.gather, "_wait_for_unshard", wrap)
+    on_landed(site, lambda _, others: [target.copy_(rounded(target, site.bits)) for target in others])
 
 
 @fault("one replica's weights grow by a thousandth a step", "optimizer", cell=(ZERO0,))
@@ -146,21 +136,13 @@ def replica_drift(site: Site) -> None:
 
 @fault("one gathered element is 0.1 too large on one rank", "gather", cell=(ZERO3,), strategies=("optim_grads_params",))
 def gathered_element_off(site: Site) -> None:
-    if site.rank != site.size - 1:
-        return
-
-    def wrap(land: Callable[..., None]) -> Callable[..., None]:
-        def wrapped(unit: Any) -> None:
-            land(unit)
-            with torch.no_grad():
-                for bucket in unit.buckets:
-                    if bucket is victim:
-                        others_of(bucket)[0].view(-1)[5].add_(0.1 * site.amount)
-
-        return wrapped
-
     victim = next(bucket for bucket in site.buckets if not bucket.is_resident)
-    site.around(site.model.engine.gather, "_wait_for_unshard", wrap)
+
+    def change(bucket: ParamGroup, others: list[Tensor]) -> None:
+        if bucket is victim and site.rank == site.size - 1:
+            others[0].view(-1)[5].add_(0.1 * site.amount)
+
+    on_landed(site, change)
 
 
 @fault(
@@ -174,19 +156,14 @@ def landed_in_one_buffer(site: Site) -> None:
     first, second, *_ = alike(site)
     before: list[Tensor] = []
 
-    def wrap(land: Callable[..., None]) -> Callable[..., None]:
-        def wrapped(unit: Any) -> None:
-            land(unit)
-            with torch.no_grad():
-                if first in unit.buckets:
-                    before[:] = [each.clone() for each in others_of(first)]
-                if second in unit.buckets and before:
-                    for target, other in zip(others_of(second), before, strict=True):
-                        share(target, site.amount).copy_(share(other, site.amount))
+    def change(bucket: ParamGroup, others: list[Tensor]) -> None:
+        if bucket is first:
+            before[:] = [each.clone() for each in others]
+        if bucket is second and before:
+            for target, other in zip(others, before, strict=True):
+                share(target, site.amount).copy_(share(other, site.amount))
 
-        return wrapped
-
-    site.around(site.model.engine.gather, "_wait_for_unshard", wrap)
+    on_landed(site, change)
 
 
 @fault(
@@ -200,25 +177,12 @@ def stale_in_backward(site: Site) -> None:
     before: dict[str, list[Tensor]] = {}
     now: dict[str, list[Tensor]] = {}
 
-    def wrap(land: Callable[..., None]) -> Callable[..., None]:
-        def wrapped(unit: Any) -> None:
-            land(unit)
-            in_backward = torch._C._current_graph_task_id() != -1
-            with torch.no_grad():
-                for bucket in unit.buckets:
-                    if bucket.is_resident or not bucket.trainable:
-                        continue
-                    others = others_of(bucket)
-                    if not in_backward:
-                        now[bucket.name] = [each.clone() for each in others]
-                    elif site.acts:
-                        for target, old in zip(others, before.get(bucket.name, ()), strict=False):
-                            blend(target, old, site.amount)
+    def change(bucket: ParamGroup, others: list[Tensor]) -> None:
+        if torch._C._current_graph_task_id() == -1:
+            now[bucket.name] = [each.clone() for each in others]
+        elif site.acts:
+            for target, old in zip(others, before.get(bucket.name, ()), strict=False):
+                blend(target, old, site.amount)
 
-        return wrapped
-
-    def turn() -> None:
-        before.update(now)
-
-    site.around(site.model.engine.gather, "_wait_for_unshard", wrap, always=True)
-    site.after(site.engine, "step", turn, always=True)
+    on_landed(site, change, always=True)
+    site.after(site.engine, "step", lambda: before.update(now), always=True)

@@ -108,10 +108,10 @@ def functions_given_back() -> Iterator[None]:
     around = Site.around
     with ExitStack() as undo:
 
-        def noting(site: Site, owner: Any, name: str, wrap: Callable[[Any], Any], **options: bool) -> None:
+        def noting(site: Site, owner: Any, name: str, change: Callable[..., Any], **options: bool) -> None:
             if isinstance(owner, ModuleType | type):
                 undo.callback(setattr, owner, name, getattr(owner, name))
-            around(site, owner, name, wrap, **options)
+            around(site, owner, name, change, **options)
 
         with mock.patch.object(Site, "around", noting):
             yield

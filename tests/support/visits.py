@@ -36,7 +36,8 @@ class Visit:
 
     attempt: called with the rank and a case. broke_off: of an answer, whether that rank left the case in the middle, so
     that others may wait for it in vain. patience: seconds in a collective. limit: seconds a case may take. goes_on: the
-    same ranks run what comes after a case that broke off. tries: of a case whose ranks gave no answer.
+    same ranks run what comes after a case that broke off. tries: of a case whose ranks gave no answer. one_group: cases
+    of the same ranks share a process group, as engines keep state of it.
     """
 
     attempt: Callable[[int, Any], Any]
@@ -46,9 +47,10 @@ class Visit:
     limit: float = 60
     goes_on: bool = False
     tries: int = 1
+    one_group: bool = False
 
     def run(self, todo: Sequence[Any]) -> list[list[Any]]:
-        """Answers by case and rank; each case has a process group of its own.
+        """Answers by case and rank; each case has a process group of its own, unless `one_group`.
 
         After a case whose ranks end, or that takes longer than `limit`, new ranks run the others.
         """
@@ -97,12 +99,14 @@ def _rank(rank: int, folder: str, visit: Visit, todo: list[Any]) -> None:
     for number, case in enumerate(todo):
         faulthandler.dump_traceback_later(visit.limit, exit=True)
         here = dist.PrefixStore(str(number), store)
-        dist.init_process_group("gloo", store=here, rank=rank, world_size=visit.ranks, timeout=timeout)
+        if not dist.is_initialized():
+            dist.init_process_group("gloo", store=here, rank=rank, world_size=visit.ranks, timeout=timeout)
         answer = visit.attempt(rank, case)
         broke_off = visit.broke_off(answer)
         _meet(here, rank, visit, "through", (0 if visit.goes_on else GRACE) if broke_off else visit.limit)
-        dist.destroy_process_group()
-        _meet(here, rank, visit, "out", visit.limit)
+        if not visit.one_group:
+            dist.destroy_process_group()
+        _meet(here, rank, visit, "out", 0 if visit.one_group and broke_off else visit.limit)
         part = _place(folder, number, rank).with_suffix(".part")
         part.write_bytes(pickle.dumps(answer))
         part.rename(part.with_suffix(".pkl"))
