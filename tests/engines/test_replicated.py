@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.config.schema import Config, Dtype, EngineName, OptimizerConfig
+from harness.config.schema import Config, Dtype
 from harness.data.loader import Loader
 from harness.engines import optim
 from harness.engines.protocol import Engine, Microbatch, engine_class
@@ -87,19 +87,6 @@ def test_bf16_gradients_accumulate_in_fp32() -> None:
         assert not torch.equal(gradient, gradient.bfloat16().float())
 
 
-def test_only_matrices_decay() -> None:
-    params = [torch.ones(2, 2, requires_grad=True), torch.ones(2, requires_grad=True)]
-    optimizer = optim.make_optimizer(
-        OptimizerConfig(weight_decay=0.5), [optim.Group(params[:1], True), optim.Group(params[1:], False)]
-    )
-    optim.set_lr(optimizer, 0.1)
-    for param in params:
-        param.grad = torch.zeros_like(param)
-    optimizer.step()
-    assert torch.equal(params[0], torch.full((2, 2), 0.95))
-    assert torch.equal(params[1], torch.ones(2))
-
-
 @pytest.mark.parametrize("norm", [0.0, 0.5, 1.0, 3.0, 1e30, float("inf"), float("nan")])
 @pytest.mark.parametrize("clip", [None, 1.0])
 def test_clip_coefficient_is_torchs(norm: float, clip: float | None) -> None:
@@ -133,11 +120,6 @@ def test_accounted_bytes_are_what_the_formula_says() -> None:
 def test_single_refuses_what_it_cannot_do(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build(small_config(**changes))
-
-
-def test_ddp_refuses_another_wire_dtype() -> None:
-    with pytest.raises(ValueError, match=r"or in 16 bits: dtype\.grad_comm=fp64.*engine=native"):
-        build(small_config(engine__name=EngineName.ddp, dtype__grad_comm=Dtype.fp64))
 
 
 def test_step_without_a_last_microbatch_is_an_error() -> None:

@@ -51,7 +51,7 @@ def unequal_microbatches(site: Site) -> None:
 
 @fault("the loss that is logged is not the one that is trained on", "forward", cell=(ZERO3,))
 def logged_loss(site: Site) -> None:
-    def wrapped(method: Callable[..., Tensor], batch, *, last) -> Any:
+    def wrapped(method: Callable[..., Tensor], batch: Any, *, last: bool) -> Tensor:
         return method(batch, last=last) * (1.0 + site.amount / 100)
 
     site.around(site.engine, "forward_backward", wrapped)

@@ -207,7 +207,7 @@ class Site:
         self.around(reduction, "_sum_in_order", wrapped)
         self.around(transfer, "sum_in_order", wrapped)  # of what lies in shared memory
 
-    def on_reduced(self, change: Callable[[list[ParamGroup]], None], *, always: bool = False) -> None:
+    def on_reduced(self, change: Callable[[list[ParamGroup]], object], *, always: bool = False) -> None:
         """Change the step's gradients, when all of them are summed and scaled and before anybody looks at them."""
         self.after(self.reduce, "finish", lambda: change(self.buckets), always=always)
 

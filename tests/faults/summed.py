@@ -13,7 +13,7 @@ from tests.faults.site import Site, blend, fault, rounded, share
 
 
 def _late(
-    site: Site, due: Callable[[int], bool], change: Callable[[Tensor, Tensor], None], which: list[ParamGroup]
+    site: Site, due: Callable[[int], bool], change: Callable[[Tensor, Tensor], object], which: list[ParamGroup]
 ) -> None:
     """In the steps that are due, change the pieces of some buckets, given what they were a step ago."""
     past: dict[tuple[str, int], Tensor] = {}
@@ -27,6 +27,11 @@ def _late(
                 past[key] = fresh
 
     site.on_reduced(then, always=True)
+
+
+def _on_pieces(site: Site, change: Callable[[Tensor], object], which: list[ParamGroup]) -> None:
+    """Change the pieces of some buckets in every step."""
+    site.on_reduced(lambda _: [change(piece) for bucket in which for piece in bucket.grad_shards])
 
 
 @fault(
@@ -96,13 +101,7 @@ def alias_buckets(site: Site) -> None:
 
 @fault("one bucket's gradient is lost", "reduction", cell=(ZERO2,))
 def drop_bucket(site: Site) -> None:
-    victim = alike(site)[0]
-
-    def then(_buckets: list[ParamGroup]) -> None:
-        for piece in victim.grad_shards:
-            piece.mul_(1.0 - site.amount)
-
-    site.on_reduced(then)
+    _on_pieces(site, lambda piece: piece.mul_(1.0 - site.amount), alike(site)[:1])
 
 
 @fault("the end of the last rank's shard is lost", "reduction", cell=(ZERO3,))
@@ -118,39 +117,25 @@ def drop_tail(site: Site) -> None:
 
 @fault("summed gradients are rounded to 16 bits", "reduction", cell=(ZERO3,))
 def round_gradient(site: Site) -> None:
-    def then(buckets: list[ParamGroup]) -> None:
-        for bucket in buckets:
-            for piece in bucket.grad_shards:
-                piece.copy_(rounded(piece, site.bits))
-
-    site.on_reduced(then)
+    _on_pieces(site, lambda piece: piece.copy_(rounded(piece, site.bits)), site.buckets)
 
 
 @fault("one bucket's gradient is twice what it should be", "reduction", cell=(ZERO1,))
 def scale_one_bucket(site: Site) -> None:
-    def then(_buckets: list[ParamGroup]) -> None:
-        for piece in site.buckets[-2].grad_shards:
-            piece.mul_(1.0 + site.amount)
-
-    site.on_reduced(then)
+    _on_pieces(site, lambda piece: piece.mul_(1.0 + site.amount), site.buckets[-2:-1])
 
 
 @fault("a bucket's gradient is not cleared before the next step", "reduction", cell=(ZERO2,))
 def leaks_into_next_step(site: Site) -> None:
-    def change(piece: Tensor, old: Tensor) -> None:
-        piece.add_(old, alpha=site.amount)
-
-    _late(site, lambda step: step > 1, change, site.buckets[-2:-1])
+    _late(site, lambda step: step > 1, lambda piece, old: piece.add_(old, alpha=site.amount), site.buckets[-2:-1])
 
 
 @fault("summed gradients have noise of 1 %", "reduction", cell=(ZERO3,))
 def noisy_gradient(site: Site) -> None:
     generator = torch.Generator().manual_seed(site.rank)
 
-    def then(buckets: list[ParamGroup]) -> None:
-        for bucket in buckets:
-            for piece in bucket.grad_shards:
-                noise = torch.randn(piece.shape, generator=generator, dtype=torch.float64).to(piece.device)
-                piece.mul_(1.0 + 0.01 * site.amount * noise)
+    def change(piece: Tensor) -> None:
+        noise = torch.randn(piece.shape, generator=generator, dtype=torch.float64).to(piece.device)
+        piece.mul_(1.0 + 0.01 * site.amount * noise)
 
-    site.on_reduced(then)
+    _on_pieces(site, change, site.buckets)

@@ -8,23 +8,20 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from harness.checkpoint.folder import path_of
 from harness.checkpoint.manifest import Manifest
-from harness.checkpoint.policy import Checkpoints
 from harness.checkpoint.storage import whole_tensor
 from harness.config.derived import NAMES, projections
 from harness.config.schema import CkptPolicy, Config, Dtype, EngineName, Fp8, Numerics, Strategy
-from harness.control import Control
 from harness.data.loader import Loader
-from harness.engines.protocol import Microbatch, engine_class
+from harness.engines.protocol import Microbatch
 from harness.fsdp import Fp8Linear
 from harness.models.workload import workload_for
-from harness.probe.collectives import CollectiveMeter
 from harness.store.metrics import read_metrics
-from tests.support.factory import ranks_of, small_config, stopping, train
+from tests.support.factory import small_config, stopping, train
+from tests.support.layouts import build, checkpoints_of
 from tests.support.spawn import run_ranks
 
 ZERO_3 = Strategy.optim_grads_params
@@ -68,12 +65,8 @@ def saved(folder: Path) -> dict[str, Tensor]:
 
 def take_up(folder: Path, config: Config, rank: int) -> tuple[dict[str, Tensor], float, dict[str, int]]:
     """A checkpoint in an engine of another layout: its state, the loss of the same microbatch on each rank, bytes."""
-    ranks = ranks_of(config, rank)
-    meter = CollectiveMeter()
-    meter.close()
-    group = dist.group.WORLD if ranks.world_size > 1 else None
-    engine = engine_class(config.engine.name)(workload_for(config), config, ranks)
-    loaded = Checkpoints(folder / "ckpt", config, ranks, Control(ranks, group, meter), print).load_newest(engine)
+    engine = build(config, rank)
+    loaded = checkpoints_of(folder / "ckpt", config, rank).load_newest(engine)
     assert loaded is not None
     assert not loaded.wrong
     held = {f"weights/{name}": value.clone() for name, value in engine.named_weights()}

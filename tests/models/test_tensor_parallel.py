@@ -15,6 +15,7 @@ from harness.models.workload import workload_for
 from harness.store.metrics import read_metrics
 from tests.support.covering import once
 from tests.support.factory import ranks_of, small_config, train, with_dtypes
+from tests.support.layouts import checkpoints_of
 from tests.support.spawn import run_ranks
 
 MESHES = {"2x2": (1, 2), "1x4": (1, 4), "4x1": (1, 1), "2x1x2": (2, 2)}
@@ -86,18 +87,10 @@ def run_all(rank: int, folder: Path, cases: list[Any]) -> list[dict[str, Tensor]
 
 def weights_of(config: Config, rank: int, load: Path) -> dict[str, Tensor]:
     """Whole weights of a run's checkpoint, in an engine of this configuration."""
-    from harness.checkpoint.policy import Checkpoints
-    from harness.control import Control
-    from harness.probe.collectives import CollectiveMeter
-
-    meter = CollectiveMeter()
-    ranks = ranks_of(config, rank)
-    group = torch.distributed.new_group(backend="gloo") if ranks.world_size > 1 else None
-    engine = engine_class(config.engine.name)(workload_for(config), config, ranks)
-    Checkpoints(load / "ckpt", config, ranks, Control(ranks, group, meter), print).load_newest(engine)
+    engine = engine_class(config.engine.name)(workload_for(config), config, ranks_of(config, rank))
+    checkpoints_of(load / "ckpt", config, rank).load_newest(engine)
     found = {name: value.clone() for name, value in engine.named_weights()}
     engine.close()
-    meter.close()
     return found
 
 
