@@ -65,7 +65,7 @@ def _over_ranks(
 
 
 def into_loss(found: Tensor, like: Tensor) -> Tensor:
-    """What was computed of all of `like`, as a rank's own loss may take it."""
+    """A value computed of all of `like`, as a rank's own loss may take it."""
     return Replicated.of(found) if like.requires_grad and torch.is_grad_enabled() else found
 
 
