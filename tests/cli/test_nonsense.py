@@ -201,7 +201,7 @@ def test_more_digits_than_python_reads_are_refused(asker: Asker) -> None:
 @pytest.mark.parametrize("name", [*OPTIONS, "waits"])
 def test_a_file_of_ones_own_that_is_no_option(name: str, asker: Asker) -> None:
     told = refusal(asker, ("--config-dir={tmp}/own", f"model={name}", DRY))
-    assert OPTIONS.get(name, (b"", "is a FIFO, not a file"))[1] in told
+    assert OPTIONS.get(name, (b"", "is no regular file"))[1] in told
 
 
 def test_torch_would_be_noticed(tmp_path: Path) -> None:
