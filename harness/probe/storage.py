@@ -7,8 +7,7 @@ end of the warm-up, and adds them up. Timed steps run without it.
 
 [Note: Threads] The profiler is a matter of a thread: torch hands it on to autograd's and gloo's threads, not to
 Python's own. A thread that starts while the meter runs is joined to it by torch's C++ interface for that (exported,
-without a Python name); torch warns about it in the log. Where that is missing and a thread was started, nothing is
-reported.
+without a Python name); torch warns about it in the log.
 
 [Note: Frees elsewhere] A tensor may be let go by a thread that tells nobody, such as gloo's after a collective. Torch
 keeps the running total for every thread while its flag `caffe2_report_cpu_memory_usage` is set, so the total that comes
@@ -77,9 +76,8 @@ class StorageMeter:
 
     def __init__(self) -> None:
         """Raises `RuntimeError`: another profiler is active on this thread."""
-        self._flag = _report_flag()
-        if self._flag is not None:
-            self._flag.value = True
+        self._flag = ctypes.c_bool.in_dll(_library("libc10"), FLAG)
+        self._flag.value = True
         config = ProfilerConfig(ProfilerState.KINETO, False, True, False, False, False, _ExperimentalConfig(), "")
         activities = {ProfilerActivity.CPU}
         _prepare_profiler(config, activities)
@@ -94,27 +92,25 @@ class StorageMeter:
         with record_function(STEP):
             yield
 
-    def finish(self) -> list[StepBytes] | None:
-        """Stop, and return every step's bytes; None where torch cannot follow every thread."""
+    def finish(self) -> list[StepBytes]:
+        """Stop, and return every step's bytes."""
         if self._threads is None:
             raise RuntimeError("this meter was stopped before")
-        followed_all, result = self._stop(self._threads)
-        if not followed_all or self._flag is None:
-            return None
+        result = self._stop(self._threads)
         return summed(with_shared(list(_events(result.experimental_event_tree())), self._shared))
 
     def close(self) -> None:
         if self._threads is not None:
             self._stop(self._threads)
 
-    def _stop(self, threads: _Threads) -> tuple[bool, Any]:
-        followed_all, self._threads = threads.leave(), None
+    def _stop(self, threads: _Threads) -> Any:
+        threads.leave()
+        self._threads = None
         self._end()
         result = _disable_profiler()
-        if self._flag is not None:
-            self._flag.value = False
+        self._flag.value = False
         _clear_callbacks()  # a thread that joined took the place of ours, which would stay and slow what follows
-        return followed_all, result
+        return result
 
 
 def with_shared(events: Sequence[Event], shared: Sequence[tuple[int, int]]) -> list[Event]:
@@ -175,56 +171,36 @@ class _Threads:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._active = True
-        self._missed = False
         self._joined = threading.local()
         self._calls = _child_calls()
         self._before = threading.getprofile()
         threading.setprofile(self._on_event)
 
-    def leave(self) -> bool:
-        """Stop following; True if all new threads were followed."""
+    def leave(self) -> None:
         threading.setprofile(self._before)
         with self._lock:  # no thread joins a profiler that is being stopped: C++ would end the process
             self._active = False
-        return not self._missed
 
     def _on_event(self, *_: object) -> None:
         joined = getattr(self._joined, "yes", False)
         with self._lock:
             if self._active and not joined:
                 self._joined.yes = True
-                if self._calls is None:
-                    self._missed = True
-                else:
-                    self._calls[0]()
+                self._calls[0]()
                 return
         if not self._active:
             sys.setprofile(None)
-            if joined and self._calls is not None:
+            if joined:
                 self._calls[1]()
                 _clear_callbacks()
 
 
-def _child_calls() -> tuple[Callable[[], None], Callable[[], None]] | None:
+def _child_calls() -> tuple[Callable[[], None], Callable[[], None]]:
     library = _library("libtorch_cpu")
-    calls = [getattr(library, symbol, None) for symbol in (ENABLE, DISABLE)]
-    if None in calls:
-        return None
-    for call in calls:
-        call.restype = None  # type: ignore[union-attr]
-    return calls[0], calls[1]  # type: ignore[return-value]
+    begin, end = (getattr(library, symbol) for symbol in (ENABLE, DISABLE))
+    begin.restype = end.restype = None
+    return begin, end
 
 
-def _report_flag() -> ctypes.c_bool | None:
-    library = _library("libc10")
-    try:
-        return None if library is None else ctypes.c_bool.in_dll(library, FLAG)
-    except ValueError:
-        return None
-
-
-def _library(name: str) -> ctypes.CDLL | None:
-    for path in (Path(torch.__file__).parent / "lib").glob(f"{name}.*"):
-        if path.suffix in (".so", ".dylib"):
-            return ctypes.CDLL(str(path))
-    return None
+def _library(name: str) -> ctypes.CDLL:
+    return ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / f"{name}.so"))

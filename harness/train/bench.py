@@ -48,9 +48,9 @@ class Bench:
         if step != self.warmup_steps:
             return None
         storage = self.session.meters.storage
-        steps = None if storage is None else storage.finish()
+        steps = [] if storage is None else storage.finish()
         settled = None
-        if steps is not None:
+        if steps:
             settled, growth = steps[-1], steps[-1].persistent - steps[-2].persistent
             self._gather(step, {"persistent": settled.persistent, "peak": settled.peak, "growth": growth})
         del steps

@@ -6,7 +6,6 @@ import copy
 import errno
 import logging
 import pickle
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,8 +23,6 @@ from harness.parity.outcome import Outcome
 from harness.parity.record import load
 from tests.capture import loops
 from tests.support.spawn import run_ranks
-
-Patch = Callable[[pytest.MonkeyPatch], None]
 
 
 def trained(path: Path | None, layout: str = "single", **keywords: Any) -> list[Any]:
@@ -56,21 +53,12 @@ def _full(*_: Any, **__: Any) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-FAULTS: dict[str, tuple[Any, str]] = {
-    "a hook of the forward": (
-        lambda patch: patch.setattr(watching, "count", _raises),
-        "RuntimeError: a fault of its own",
-    ),
-    "a hook of the backward": (
-        lambda patch: patch.setattr(Watching, "_local_part", _raises),
-        "RuntimeError: a fault of its own",
-    ),
-    "a hook of the optimizer": (
-        lambda patch: patch.setattr(Watching, "_first_update", _raises),
-        "RuntimeError: a fault of its own",
-    ),
-    "a full disk at a step": (lambda patch: patch.setattr(Part, "step", _full), "No space left on device"),
-    "a full disk at a capture": (lambda patch: patch.setattr(Part, "tensors", _full), "No space left on device"),
+FAULTS: dict[str, tuple[Any, str, Any]] = {
+    "a hook of the forward": (watching, "count", _raises),
+    "a hook of the backward": (Watching, "_local_part", _raises),
+    "a hook of the optimizer": (Watching, "_first_update", _raises),
+    "a full disk at a step": (Part, "step", _full),
+    "a full disk at a capture": (Part, "tensors", _full),
 }
 
 
@@ -78,8 +66,8 @@ FAULTS: dict[str, tuple[Any, str]] = {
 def test_a_fault_of_its_own_is_one_warning_and_an_incomplete_run(
     fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    put, told = FAULTS[fault]
-    put(monkeypatch)
+    monkeypatch.setattr(*FAULTS[fault])
+    told = "No space left on device" if FAULTS[fault][2] is _full else "RuntimeError: a fault of its own"
     with caplog.at_level(logging.WARNING, "harness.capture"):
         assert trained(tmp_path / "study" / "run") == trained(None)
     assert len(caplog.records) == 1

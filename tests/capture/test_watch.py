@@ -118,35 +118,31 @@ def test_a_fault_is_named_by_step_stage_and_tensor(
     assert not any("run.py" in command for command in verdict.commands), "another program is no request of ours"
 
 
-def test_weights_that_change_between_steps_are_named(tmp_path: Path, study: Path) -> None:
-    run = made(tmp_path / "study", "faulty", before_update=partial(moved, DOWN, 4))
-    verdict = compare(run, study / "fsdp2")
-    assert verdict.outcome is Outcome.DIFFERENT
-    assert "weights between steps" in verdict.sentence
-    assert "at step 4, " in verdict.sentence
-    assert DOWN in verdict.sentence
-
-
-def test_without_digests_of_the_data_nothing_is_equal(tmp_path: Path, study: Path) -> None:
-    verdict = compare(made(tmp_path / "study", "unfed", fed=False), study / "fsdp2")
-    assert verdict.outcome is Outcome.EQUIVALENT
-    assert "what study/unfed was fed is not known" in verdict.sentence
-
-
-def test_other_data_are_named_with_their_step(tmp_path: Path, study: Path) -> None:
-    verdict = compare(made(tmp_path / "study", "other", seed=2), study / "fsdp2")
-    assert verdict.outcome is Outcome.NOT_COMPARABLE
-    assert "data_digest at step 1" in verdict.sentence
-
-
 def sgd(params: Any, lr: float) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=lr)
 
 
-def test_another_optimizer_is_not_comparable(tmp_path: Path, study: Path) -> None:
-    verdict = compare(made(tmp_path / "study", "sgd", optimizer=sgd), study / "fsdp2")
-    assert verdict.outcome is Outcome.NOT_COMPARABLE
-    assert "optimizer.name is sgd in the one and adamw in the other" in verdict.sentence
+@pytest.mark.parametrize(
+    ("options", "outcome", "said"),
+    [
+        (
+            {"before_update": partial(moved, DOWN, 4)},
+            Outcome.DIFFERENT,
+            ("weights between steps", "at step 4, ", DOWN),
+        ),
+        ({"fed": False}, Outcome.EQUIVALENT, ("what study/other was fed is not known",)),
+        ({"seed": 2}, Outcome.NOT_COMPARABLE, ("data_digest at step 1",)),
+        ({"optimizer": sgd}, Outcome.NOT_COMPARABLE, ("optimizer.name is sgd in the one and adamw in the other",)),
+    ],
+    ids=["weights between steps", "data unknown", "other data", "another optimizer"],
+)
+def test_what_another_run_does_is_named(
+    options: dict[str, Any], outcome: Outcome, said: tuple[str, ...], tmp_path: Path, study: Path
+) -> None:
+    verdict = compare(made(tmp_path / "study", "other", **options), study / "fsdp2")
+    assert verdict.outcome is outcome, verdict.sentence
+    for words in said:
+        assert words in verdict.sentence
 
 
 def edited(run: Path, to: Path, edit: Callable[[dict[str, Any]], None]) -> Path:

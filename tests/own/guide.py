@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -19,3 +22,11 @@ def written(folder: Path) -> Path:
         path.write_text(text, encoding="utf-8")
     (folder / "text.txt").write_text(TEXT, encoding="utf-8")
     return folder
+
+
+def typed(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """A command of Python's in a folder, with this repository in its path."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=800, check=False
+    )

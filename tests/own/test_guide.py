@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -18,18 +16,11 @@ from harness.config.errors import BadRequest
 from harness.config.overrides import check_overrides
 from harness.store import provenance
 from harness.worker.describe import Unusable, described
-from tests.own.guide import COMMANDS, FILES, ROOT, written
+from tests.own.guide import COMMANDS, FILES, ROOT, typed, written
 from tests.support.mutants import kills
 
 pytestmark = pytest.mark.timeout(900)
 SMALL = ("train.steps=2", "train.global_batch_size=4", "train.microbatch_size=2", "train.warmup_steps=0")
-
-
-def typed(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        [sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=800, check=False
-    )
 
 
 def test_everything_of_ones_own_trains_at_once(tmp_path: Path) -> None:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.own.guide import ROOT
+from tests.own.guide import ROOT, typed
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -30,13 +27,6 @@ class Switches(Callback):
         return {}
 """
 SMALL = ("model=tiny", "train.steps=2", "mesh=two", "train.global_batch_size=4", "train.microbatch_size=2")
-
-
-def typed(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        [sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=800, check=False
-    )
 
 
 def test_a_switch_that_a_callback_moves_is_no_fault_and_no_equivalence(tmp_path: Path) -> None:

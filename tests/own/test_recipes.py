@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.own.guide import FILES, ROOT
+from tests.own.guide import FILES, ROOT, typed
 
 RANKS = 2
 
@@ -53,11 +53,7 @@ def test_the_gpt_trains_in_our_loop(tmp_path: Path) -> None:
     words = ["model=ext", "model.target=my_gpt:Workload", "model.max_seq_len=16", "model.dim=16", "model.num_layers=1"]
     words += ["data=text", "data.path=text.txt", "data.seq_len=16", "mesh=one", "launch.inline=true", "train.steps=30"]
     words += ["train.global_batch_size=8", "train.microbatch_size=8", "optimizer.lr=0.01", "run.name=gpt"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "run.py"), *words],
-        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+    done = typed(tmp_path, str(ROOT / "run.py"), *words)
     assert done.returncode == 0, done.stdout + done.stderr
     (run,) = (tmp_path / "runs" / "adhoc").glob("gpt-*")
     losses = [float(line.partition('"loss":')[2].partition(",")[0]) for line in (run / "metrics.jsonl").open()]

@@ -10,12 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from harness.config.schema import Dtype
 from harness.fsdp import Observer
 from harness.probe.capture import beside, write_step
 from harness.probe.collectives import CollectiveMeter, Row
-from harness.probe.flops import peak_flops, peak_of_name
-from harness.probe.meters import ASIDE, MemoryMeter, Timers
+from harness.probe.flops import peak_of_name
+from harness.probe.meters import ASIDE, Timers
 from tests.support.mutants import Slip, each
 from tests.train.runs import described
 
@@ -86,28 +85,6 @@ def test_an_observer_that_is_told_wrongly_is_found(name: str, monkeypatch: pytes
         seen, meter = observed()
     meter.detach()  # where the mistake left it attached
     assert seen != SEEN
-
-
-def test_memory_on_cpu_knows_no_allocator() -> None:
-    memory = MemoryMeter(CPU).take(accounted=123)
-    assert list(memory) == [
-        "allocated",
-        "reserved",
-        "alloc_retries",
-        "accounted",
-        "persistent_tensor_bytes",
-        "peak_tensor_bytes",
-        "rss",
-    ]
-    assert (memory["allocated"], memory["reserved"], memory["alloc_retries"]) == (None, None, None)
-    assert memory["accounted"] == 123
-    rss = memory["rss"]
-    assert rss is not None
-    assert 10 << 20 < rss < 64 << 30
-
-
-def test_peak_is_unknown_on_cpu() -> None:
-    assert peak_flops(CPU, Dtype.bf16) is None
 
 
 @pytest.mark.parametrize(

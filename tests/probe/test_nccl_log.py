@@ -44,15 +44,11 @@ def test_symmetric_kernels_and_copy_engines() -> None:
     assert "symmetric AllReduce_RSxLDMC_AGxSTMC" in facts.ran
 
 
-def test_registrations_of_the_program() -> None:
+def test_registrations_of_the_program_and_channels_that_prove_nothing() -> None:
     facts = facts_of("nvls_registered_2.24")
     assert (facts.registered["user"].count, facts.registered["user"].bytes) == (1, 20971520)
     assert [*facts.registered] == ["user"]
-
-
-def test_channels_called_collnet_do_not_prove_collnet() -> None:
-    facts = facts_of("a100_collnet_refused")
-    assert not facts.collnet_connected
+    assert not facts_of("a100_collnet_refused").collnet_connected
 
 
 def test_lines_of_others_are_passed_over() -> None:
@@ -141,13 +137,9 @@ def test_sharp_as_the_log_shows_it(log: str | None, settings: dict[str, Any], ef
     assert ("nccl" in facts) == (log is not None)
 
 
-def test_sharp_that_nobody_asked_for_shows() -> None:
-    facts = record(asking(), "nccl", {}, facts_of("h100_sharp_2nodes_2.28"))
-    assert facts["sharp"]["requested"] == "none"
-    assert facts["sharp"]["effective"] == "nvlink+infiniband"
-
-
 def test_what_nccl_chose_by_itself_is_recorded_and_nothing_is_missing() -> None:
+    unasked = record(asking(), "nccl", {}, facts_of("h100_sharp_2nodes_2.28"))["sharp"]
+    assert (unasked["requested"], unasked["effective"]) == ("none", "nvlink+infiniband")
     left = asking(sharp="default")
     facts = record(left, "nccl", {}, facts_of("h100_sharp_2nodes_2.28"))["sharp"]
     assert (facts["requested"], facts["effective"]) == ("default", "nvlink+infiniband")

@@ -31,20 +31,19 @@ from harness.probe.step_checks.sketch import Sketch
 from harness.train import again
 from tests.support.factory import freeze, small_config, train, with_dtypes
 from tests.support.mutants import finds
+from tests.train.runs import Passing
 
 STEPS, BEGINS = 4, 3
 CHECK = every_step.LOOKS["again"].check
 
 
-class Spoiled:
-    """Stands before an engine, and does something to it from a step on."""
+class Spoiled(Passing):
+    """Does something to an engine from a step on."""
 
     def __init__(self, engine: Engine, fault: Callable[[Spoiled, Any], Any]) -> None:
-        self.engine, self.fault, self.number = engine, fault, 1
+        super().__init__(engine)
+        self.fault, self.number = fault, 1
         self.last: Any = None
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.engine, name)
 
     def forward_backward(self, batch: Any, *, last: bool) -> Tensor:
         given = self.fault(self, batch) if self.number >= BEGINS else batch

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from harness.store.metrics import read_metrics
 from harness.train import Outcome
 from tests.support.factory import small_config, train
 from tests.support.spawn import run_ranks
+from tests.train.runs import summary
 
 WARM_UP, STEPS = 3, 7
 
@@ -28,11 +28,6 @@ def timed_config(**changes: Any) -> Config:
         ckpt__policy=CkptPolicy.none,
         **changes,
     )
-
-
-def summary(run_dir: Path) -> dict[str, Any]:
-    value: dict[str, Any] = json.loads((run_dir / "summary.json").read_text())
-    return value
 
 
 def test_a_timed_run_warms_up_and_then_does_nothing_beside(tmp_path: Path) -> None:

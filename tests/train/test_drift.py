@@ -25,6 +25,7 @@ from harness.train import again
 from tests.support.factory import freeze, stopping, train
 from tests.support.mutants import finds
 from tests.train import test_again
+from tests.train.runs import Passing
 from tests.train.test_again import BEGINS, FORMATS, STEPS
 
 CHECK = every_step.LOOKS["drift"].check
@@ -32,14 +33,12 @@ Patch = tuple[Any, str, Callable[[Any], Any]]
 """Whose attribute is another from some step on, which, and what is made of the one that was there."""
 
 
-class Changing:
-    """Stands before an engine, and changes the code of the model from a step on: of every model there is."""
+class Changing(Passing):
+    """Changes the code of the model from a step on: of every model there is."""
 
     def __init__(self, engine: Any, patch: Patch, stack: ExitStack) -> None:
-        self.engine, self.patch, self.stack, self.number = engine, patch, stack, 1
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.engine, name)
+        super().__init__(engine)
+        self.patch, self.stack, self.number = patch, stack, 1
 
     def seen(self) -> Any:
         self._change()

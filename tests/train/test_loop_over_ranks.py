@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ def exchange(rank: int) -> StepReport:
     """What both ranks know when each reports two losses, rank 1 was asked to stop, and rank 0 finds a save due."""
     with closing(CollectiveMeter()) as meter:
         control = Control(ranks_of(ddp_config(), rank), dist.new_group(backend="gloo"), meter)
-        report = control.begin_report([rank + 0.1, rank + 0.2], (1 << 64) - 1 - rank, rank, rank == 1, rank == 0)()
+        report = control.begin_report([rank + 0.1, rank - math.inf], (1 << 64) - 1 - rank, rank, rank == 1, rank == 0)()
         assert meter.take() == []
     return report
 
@@ -55,7 +56,9 @@ def ddp(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
 
 def test_every_rank_knows_all_reports_in_rank_order(ddp: tuple[Path, Any]) -> None:
     for _, report in ddp[1]:
-        assert report == StepReport([0.1, 0.2, 1.1, 1.2], [(1 << 64) - 1, (1 << 64) - 2], [0, 1], True, True)
+        assert report == StepReport(
+            [0.1, -math.inf, 1.1, -math.inf], [(1 << 64) - 1, (1 << 64) - 2], [0, 1], True, True
+        )
 
 
 def test_ranks_agree_with_one_process(ddp: tuple[Path, Any], tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ from tests.support.factory import small_config, stopping, train
 from tests.support.layouts import local_of
 from tests.support.mutants import kills
 from tests.support.spawn import run_ranks
+from tests.train.runs import Passing
 
 STEPS = 12
 EVERY_STEP, SOME = tuple(range(1, STEPS)), (1, 4, STEPS - 1)
@@ -84,19 +85,17 @@ def numbers(run: Path) -> list[dict[str, Any]]:
     ]
 
 
-class Watched:
+class Watched(Passing):
     """An engine that notes what state it has when its first microbatch after building comes."""
 
     def __init__(self, engine: Any, seen: list[dict[str, Tensor]]) -> None:
-        self._engine, self._seen = engine, seen
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
+        super().__init__(engine)
+        self.seen_first = seen
 
     def forward_backward(self, batch: Any, *, last: bool) -> Any:
-        if not self._seen:
-            self._seen.append(copied(self._engine))
-        return self._engine.forward_backward(batch, last=last)
+        if not self.seen_first:
+            self.seen_first.append(copied(self.engine))
+        return self.engine.forward_backward(batch, last=last)
 
 
 def copied(engine: Any) -> dict[str, Tensor]:
@@ -112,9 +111,9 @@ def interrupted(rank: int, root: Path, config: Config, steps: Sequence[int]) -> 
         steps = 0
 
         def step(self, lr: float) -> float:
-            norm: float = self._engine.step(lr)
+            norm: float = self.engine.step(lr)
             Noting.steps += 1
-            states[Noting.steps] = copied(self._engine)
+            states[Noting.steps] = copied(self.engine)
             return norm
 
     train(config, whole, rank, wrap_engine=lambda engine: Noting(engine, []))
@@ -209,7 +208,7 @@ class Forgetful(Watched):
     """Loads everything but the step counts."""
 
     def state(self) -> Any:
-        state = self._engine.state()
+        state = self.engine.state()
         for key, tensor in state.tensors.items():
             if key.endswith("/step"):
                 state.tensors[key] = tensor.clone()

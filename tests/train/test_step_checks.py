@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,12 +17,16 @@ from torch import Tensor
 
 from harness.config.schema import CkptPolicy, Config, Dtype, EngineName, OptimizerName, OuterStrategy, Strategy
 from harness.engines.protocol import Engine
+from harness.parity.alone import optimizer as rule
+from harness.parity.outcome import Finding, Grade
+from harness.parity.record import Record, load
 from harness.probe.step_checks.sketch import SKETCHES, Signs, Sketch
 from harness.store import check_stream
 from harness.store.check_stream import ONCE, Stream
 from harness.store.rundir import RunDir, read_summary
-from tests.support.factory import small_config, train, with_dtypes
+from tests.support.factory import freeze, small_config, train, with_dtypes
 from tests.support.spawn import run_ranks
+from tests.train.runs import Passing
 
 ROUNDED = 5e-7
 """Relative to the terms: what sums of a few fp32 numbers may be off by in one of some hundred projections."""
@@ -93,7 +98,8 @@ FEW = [*OURS, "fsdp2"]
 def test_every_step_of_every_engine_is_checked(
     tmp_path: Path, optimizer: OptimizerName, changes: dict[str, Any], kinds: list[str]
 ) -> None:
-    changes = {"optimizer__name": optimizer, "optimizer__clip_norm": 0.5, "measure__capture_steps": [4], **changes}
+    usual = {"optimizer__name": optimizer, "optimizer__clip_norm": 0.5, "measure__capture_steps": [4]}
+    changes = {**usual, "measure__update_steps": [4], **changes}
     run_ranks(trains, 2, str(tmp_path), kinds, changes)
     for run in tmp_path.iterdir():
         stream = read(run)
@@ -109,8 +115,23 @@ def test_every_step_of_every_engine_is_checked(
         assert np.flatnonzero(~np.isnan(stream.column("again"))).tolist() == [3], "the last captured step"
         for once in ONCE:
             assert np.flatnonzero(~np.isnan(stream.column(once))).tolist() == [3], "the last captured step"
-            usual = 20 * ROUNDED if run.name == "deepspeed-optim_grads_params" else ROUNDED  # adds in another order
-            assert stream.column(once)[3] <= (1e-9 if run.name.endswith("bf16") else usual), (run.name, once)
+            most = 20 * ROUNDED if run.name == "deepspeed-optim_grads_params" else ROUNDED  # adds in another order
+            assert stream.column(once)[3] <= (1e-9 if run.name.endswith("bf16") else most), (run.name, once)
+    for kind in PLACED.intersection(kinds):
+        freeze(configured(kind, **changes), tmp_path / kind)
+        assert wrong_updates(load(tmp_path / kind)) == [], kind
+
+
+PLACED = {"native-optim_grads_params", "native-hybrid", "fsdp2", "ddp"}
+"""Layouts whose captured updates are held to the rule whole, by the weights and moments that they began with."""
+
+
+def wrong_updates(run: Record) -> list[Finding]:
+    """Findings of captured updates that do not pass; each tensor has one."""
+    found = rule.check(run)
+    assert {(each.tensor, each.step) for each in found} == {(name, 4) for name in run.captures[4].tensors}
+    assert run.config["optimizer.name"] == "sgd" or rule.check(replace(run, moments={})) == [], "not taken for nought"
+    return [each for each in found if each.grade is not Grade.ok]
 
 
 def looks_or_not(rank: int, folder: str) -> None:
@@ -177,19 +198,17 @@ def test_sketches_of_all_layouts_agree(tmp_path: Path) -> None:
 FAULTY_FROM = 3
 
 
-class Faulty:
-    """Stands before an engine and does something wrong from a step on."""
+class Faulty(Passing):
+    """Does something wrong from a step on."""
 
     def __init__(self, engine: Engine, fault: Callable[[Faulty, str], None]) -> None:
-        self.engine, self.fault, self.number, self.asked = engine, fault, 1, 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.engine, name)
+        super().__init__(engine)
+        self.fault, self.number, self.asked = fault, 1, 0
 
     def step(self, lr: float) -> float:
         if self.number >= FAULTY_FROM:
             self.fault(self, "before step")
-        norm = self.engine.step(lr)
+        norm: float = self.engine.step(lr)
         if self.number >= FAULTY_FROM:
             self.fault(self, "after step")
         self.number += 1
