@@ -61,11 +61,6 @@ class Control:
 
         return end
 
-    def losses(self, mine: Sequence[float]) -> list[float]:
-        """Losses of every rank with data of its own, in the order of these ranks. Collective over the control group."""
-        rows = self.gather([_bits(loss) for loss in mine])
-        return [_float(bits) for row in rows[:: self.ranks.tp] for bits in row]
-
     def begin_totals(self, sums: torch.Tensor, largest: torch.Tensor) -> Callable[[], None]:
         """Begin an elementwise sum and maximum over ranks, in place on rank 0 (scratch elsewhere).
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from harness.checkpoint import tensor_file
 from harness.checkpoint.manifest import Damaged, Manifest
+from harness.store.errors import StoreError
 from harness.store.files import private_folder
 
 PREFIX, UNFINISHED, REPLACED = "step-", ".tmp", ".old"
@@ -76,8 +77,8 @@ def damage(path: Path, manifest: Manifest, names: Iterable[str]) -> list[str]:
         except FileNotFoundError:
             found.append(f"{name} is missing")
             continue
-        except OSError as error:
-            found.append(f"{name} cannot be read: {error}")
+        except (OSError, StoreError) as error:
+            found.append(f"{name} cannot be read: {str(error).partition('; ')[0]}")
             continue
         if held.bytes != right.bytes:
             found.append(f"{name} has {held.bytes} bytes, {right.bytes} were written")

@@ -76,11 +76,6 @@ class Manifest:
             raise Damaged(f"{path} is missing")
         if _sum(body) != body.pop("sha256", None):
             raise Damaged(f"{path} was changed: its SHA-256 does not fit")
-        return cls.parse(body, path)
-
-    @classmethod
-    def parse(cls, body: Mapping[str, Any], path: Path) -> Manifest:
-        """Manifest from plain JSON. Raises `Damaged`: another format."""
         if body.get("format") != FORMAT:
             raise Damaged(f"{path} has format {body.get('format')}; this version reads format {FORMAT}")
         tensors = {

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 
 from harness.config.data_source import held_out_batches
-from harness.control import Control, gather_json
+from harness.control import gather_json
 from harness.data.loader import Loader
 from harness.engines.protocol import Microbatch
 from harness.store.metrics import read_metrics
@@ -26,8 +26,8 @@ class Evaluation:
     Raises `ValueError`: too few sequences are left for it.
     """
 
-    def __init__(self, session: Session, control: Control, done: int) -> None:
-        self.session, self.control, config = session, control, session.config
+    def __init__(self, session: Session, done: int) -> None:
+        self.session, config = session, session.config
         self.losses: dict[int, float] = {}
         """Held-out loss by step, also of earlier attempts."""
         self.every = config.measure.validate_every
@@ -49,8 +49,8 @@ class Evaluation:
             return None
         session = self.session
         with session.meters.paused(), session.meters.memory.apart():
-            losses = session.engine.evaluate(self._microbatches())
-            self.losses[step] = global_loss(self.control.losses(losses))
+            rows = gather_json(session.engine.evaluate(self._microbatches()), session.control)
+            self.losses[step] = global_loss([loss for row in rows[:: session.ranks.tp] for loss in row])
         session.meters.timers.take()  # no step's
         return self.losses[step]
 

@@ -86,7 +86,7 @@ class Loop:
         began = time.perf_counter()
         start = self._begin()
         writer, wandb_sync = self._open_record(start)
-        self.evaluation = Evaluation(self.session, self.control, start)
+        self.evaluation = Evaluation(self.session, start)
         trace = Trace(self.session, start)
         step, stop, ended = start, False, False
         try:
