@@ -11,15 +11,13 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 from torch import nn
 from torch.profiler import profile
 
 from harness.fsdp import fully_shard
 from harness.fsdp.comm import events
-from tests.fsdp.checked import each_is_found, holds, of_slips
-from tests.fsdp.pairs import STRATEGIES
+from tests.fsdp.checked import each_holds, each_is_found, of_slips
 
 UNITS = ("0", "1", "2")
 
@@ -87,14 +85,7 @@ def silent(rank: int, strategy: str) -> list[str]:
 CHECKS: dict[str, Callable[[int, str], list[str]]] = {"marked": marked, "silent": silent}
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_profile_shows_units_and_collectives(strategy: str) -> None:
-    holds(__name__, strategy, "marked")
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_nothing_is_marked_without_a_profiler(strategy: str) -> None:
-    holds(__name__, strategy, "silent")
+test_units_and_collectives_are_marked_in_a_profile_alone = each_holds(__name__, CHECKS)
 
 
 MUTANTS = of_slips(

@@ -9,15 +9,13 @@ from types import FrameType
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 from torch import nn
 
 from harness.fsdp import fully_shard
 from harness.fsdp.storage import gradients
 from harness.fsdp.storage.parameter_access import by_engine
-from tests.fsdp.checked import Mutant, each_is_found, holds, of_slips
-from tests.fsdp.pairs import STRATEGIES
+from tests.fsdp.checked import Mutant, each_holds, each_is_found, of_slips
 
 FEW, MANY = 6, 24
 """Units."""
@@ -68,9 +66,7 @@ def growing(rank: int, strategy: str) -> list[str]:
 CHECKS: dict[str, Callable[[int, str], list[str]]] = {"growing": growing}
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_calls_of_a_step_grow_with_its_units(strategy: str) -> None:
-    holds(__name__, strategy, "growing")
+test_calls_of_a_step_grow_with_its_units = each_holds(__name__, CHECKS)
 
 
 def _gradients_by_functions() -> ExitStack:

@@ -21,8 +21,9 @@ from tests.streams.cases import EIGHT_BITS, FACTORS, OTHERS, SIZES, Case, cover,
 from tests.streams.edges import REASONS, needed
 from tests.streams.programs import MAX_NORM, STEPS, data, program_of, shard
 from tests.streams.recorder import Recorder, believing_in
-from tests.streams.visits import Verdict, trained
+from tests.streams.visits import Verdict, run_all, trained
 from tests.support.covering import once
+from tests.support.mutants import each, slips
 from tests.support.spawn import run_ranks
 
 SLICES, OF = 32, 256
@@ -162,3 +163,27 @@ def test_the_page_shows_the_edges_that_are_found() -> None:
 def test_no_race_in_the_product(part: int) -> None:
     for case, found in trained(product()[part::OF], edges=False).items():
         check(case, found)
+
+
+UNEVEN = Case("no_shard", "no_shard", more="inner axis of three ranks", k=2)
+"""NCCL moves equal chunks. Three ranks reduce-scatter and gather whole buckets, which they do not divide."""
+SLIPS = slips(
+    """
+    not copied in: What is gathered into a longer buffer is not put there
+        fsdp.comm.communicator.Evened.copy_in: if self.is_copy: => if False:
+    not copied back: What came into a longer buffer stays there
+        fsdp.comm.communicator.Evened.copy_back: if self.is_copy: => if False:
+    """
+)
+
+
+def _with_mistake(rank: int, name: str) -> Any:
+    with SLIPS[name].patched():
+        return run_all(rank, [UNEVEN], False)
+
+
+@pytest.mark.parametrize("name", each("The engine where chunks differ", SLIPS))
+def test_a_mistake_is_found(name: str) -> None:
+    found = [of_rank[0] for of_rank in run_ranks(_with_mistake, UNEVEN.world, name)]
+    with pytest.raises(AssertionError, match=r"weight|sums|gradients"):
+        check(UNEVEN, found)
