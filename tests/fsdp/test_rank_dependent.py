@@ -87,6 +87,22 @@ class Residual(nn.Module):
         return x + torch.tanh(self.map(x))
 
 
+class Inside(torch.autograd.Function):
+    """A layer that is differentiated inside the backward, as offloading and reversible layers are."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: nn.Module) -> Tensor:
+        with torch.enable_grad():
+            ctx.x = x.detach().requires_grad_()
+            ctx.y = layer(ctx.x)
+        return ctx.y.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        torch.autograd.backward(ctx.y, gradients[0])
+        return ctx.x.grad, None
+
+
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -95,10 +111,12 @@ class Net(nn.Module):
         self.layers = nn.ModuleList(Residual() for _ in range(LAYERS))
         self.last = nn.Linear(DIM, DIM)
 
-    def forward(self, x: Tensor, used: tuple[int, ...]) -> Tensor:
+    def forward(self, x: Tensor, used: tuple[int, ...], inside: tuple[int, ...] = ()) -> Tensor:
         x = self.first(x)
         for place in used:
-            x = self.layers[place](x)
+            layer = self.layers[place]
+            # torch declares no types of `Function.apply`
+            x = Inside.apply(x, layer) if place in inside else layer(x)
         return self.last(x).square().mean()
 
     def generate(self, x: Tensor, used: tuple[int, ...] = ALL) -> Any:
@@ -149,10 +167,16 @@ def _two_forwards_two_backwards(model: Any, rank: int) -> list[Tensor]:
 
 
 def _without_a_layer(model: Any, rank: int) -> Iterator[Tensor]:
-    """One rank uses no layer at all."""
+    """One rank uses no layer at all, so that no call tells which forward the backward goes through."""
     yield model(x_of(rank, 1), USED[rank])
     model.kept = model(x_of(rank, 2), ALL)
     yield model(x_of(rank), ((5,), ())[rank])
+
+
+def _inside_a_backward(model: Any, rank: int) -> list[Tensor]:
+    """Layers of which autograd knows nothing, after one that it knows, which all ranks use."""
+    _after_evaluation(model, rank)
+    return [model(x_of(rank), (0, 2, 4, 5), inside=(2, 4))]
 
 
 Run = Callable[[Any, int], Iterable[Tensor]]
@@ -179,6 +203,7 @@ FORWARDS = {
     "beside a loss that was given up": Habit(_beside_a_loss_given_up),
     "two forwards, then two backwards": Habit(_two_forwards_two_backwards, 2),
     "one rank uses no layer": Habit(_without_a_layer, 2),
+    "layers that are differentiated inside the backward": Habit(_inside_a_backward),
 }
 HABITS = FORWARDS | {
     f"{name}, k={k}": Habit(_experts(name, k), k, Mixture, len(CHOICES[name])) for name in CHOICES for k in (1, 2)
@@ -282,14 +307,22 @@ FORWARD = {
     name: (slip.breaks, slip.patched, *more)
     for name, (slip, *more) in slips(
         """
-    nothing is unused: A rank waits for gradients of units that it did not use, and others wait for it
-        fsdp.runtime.readiness.Readiness.is_unused: False
+    every forward counts: A rank waits for gradients of units that an evaluation alone called, and others wait for it
+        fsdp.runtime.readiness.Readiness.note_forwards: if numbers else => if False else
         after an evaluation
+        did not come about within 3 s
+    one number for all forwards: A rank waits for gradients of units that only a forward with its own backward called
+        fsdp.runtime.step.Step.forward_number: self.num_forwards if self.in_forward else 0 => 1
+        two forwards, then two backwards
         did not come about within 3 s
     last unit kept: A unit that a rank did not use in generate() stays whole there, and is not in its next sweep
         fsdp.runtime.gather.GatherPipeline.post_forward: if backward_follows else => if backward_follows or inside else
         generate() with other layers on each rank
         ranks issue different collectives
+    no forward counts: A layer that is differentiated inside the backward is taken for one that is not used
+        fsdp.runtime.readiness.Readiness.note_forwards: bool( => False and bool(
+        layers that are differentiated inside the backward
+        arrived after unit
     """
     ).items()
 }
@@ -321,6 +354,6 @@ def said() -> list[dict[str, str]]:
         *each("Forwards of a backward", ((name, mutant[0]) for name, mutant in FORWARD.items())),
     ],
 )
-def test_an_engine_that_hangs_or_takes_the_wrong_units_says_where(mutant: str) -> None:
+def test_an_engine_that_hangs_or_takes_the_wrong_forwards_says_where(mutant: str) -> None:
     for of_rank in said():
         assert re.search(MUTANTS[mutant][3], of_rank[mutant], re.DOTALL), of_rank[mutant]

@@ -102,8 +102,8 @@ class BackwardHooks:
             unit.readiness.post_backward()
         rest(self.units)
 
-    def watch_outputs(self, unit: Unit, leaves: list[Tensor], call: Call | None = None) -> None:
-        """Hook the first gradient of a call's outputs, or of the model's.
+    def watch_outputs(self, unit: Unit, leaves: list[Tensor], call: Call | None = None, forward: int = 0) -> None:
+        """Hook the first gradient of a call's outputs, or of the model's forward of this number.
 
         A leaf (an input or parameter handed on) is left out: it would keep the hook for ever.
         """
@@ -111,7 +111,7 @@ class BackwardHooks:
         if not made:
             return
         newest = max([number_of_node(node) for _, node in made])
-        hook = WeakHook(self._pre_backward, unit, call, newest, self.step.num_updates)
+        hook = WeakHook(self._pre_backward, unit, call, forward, newest, self.step.num_updates)
         if len(made) == 1:  # as almost always, and a third of the host's time
             made[0][0].register_hook(hook)
         else:
@@ -119,7 +119,7 @@ class BackwardHooks:
 
     # -- the whole backward ----------------------------------------------------------------------------------------
 
-    def _root_pre_backward(self) -> None:
+    def _root_pre_backward(self, forward: int = 0) -> None:
         if running_backward() == self._task:
             return
         self.recover()
@@ -127,7 +127,7 @@ class BackwardHooks:
             return
         self._show_own()
         self._refuse_unsupported()
-        begin_backward([unit.readiness for unit in self.units])
+        begin_backward([unit.readiness for unit in self.units], forward)
         self._number = ABOVE_ALL
         coming = [(call.begin, unit) for unit in self.units for call in unit.readiness.due]
         self._coming = sorted(coming, key=lambda each: each[0])
@@ -212,13 +212,15 @@ class BackwardHooks:
 
     # -- one unit --------------------------------------------------------------------------------------------------
 
-    def _pre_backward(self, unit: Unit, call: Call | None, newest: int, num_updates: int, gradient: Tensor) -> None:
+    def _pre_backward(
+        self, unit: Unit, call: Call | None, forward: int, newest: int, num_updates: int, gradient: Tensor
+    ) -> None:
         """First gradient of a call's outputs. call: None for the model's forward. newest: highest number of its
         nodes."""
         begins = running_backward() != self._task
         is_stale = begins and any(bucket.is_stale for bucket in buckets_of(self.units))
         self.step.check_forward(num_updates, is_stale=is_stale)
-        self._root_pre_backward()
+        self._root_pre_backward(forward)
         self._pass_to(newest)
         self._reached = unit.name
         if call is not None:

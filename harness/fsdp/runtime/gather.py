@@ -164,7 +164,7 @@ class GatherPipeline:
         used here: others may come to one that is not much later."""
         to_come = enumerate(self._sweep[self._passed :], self._passed)
         following = unit or next((each for place, each in to_come if place >= self._next or each in self._on_way), None)
-        if following is None or (unit is None and following.readiness.is_unused):
+        if following is None or not (unit or following.readiness.is_called):
             return
         if self._has_room(following) or following in self._on_way:
             self.unshard(following)

@@ -127,14 +127,14 @@ class Hooks(BackwardHooks):
         if self.step.in_backward:
             return output
         output = self._own(self.root, output)
-        leaves = tensors_with_grad(output)
+        leaves, number = tensors_with_grad(output), self.step.forward_number
         inside = self._depth > 0
         self.gather.post_forward(backward_follows=bool(leaves) or self.step.made_nodes, inside=inside)
         if not inside:
             for bucket in buckets_of(self.units):
                 bucket.receive()
             self.step.in_forward = False
-        self.watch_outputs(self.root, leaves)
+        self.watch_outputs(self.root, leaves, forward=number)
         return output
 
     def run_as_forward(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -166,7 +166,7 @@ class Hooks(BackwardHooks):
         self.step.running.add(unit.name)
         # under reentrant checkpointing, where the call is recorded in the backward only
         hidden = self.step.in_forward and self.step.with_gradients and not with_gradients
-        call = unit.readiness.begin_call(hidden=hidden)
+        call = unit.readiness.begin_call(hidden=hidden, forward=self.step.forward_number)
         return self._watch_inputs(unit, call, args, kwargs) if with_gradients else None
 
     def _watch_inputs(self, unit: Unit, call: Call, args: Any, kwargs: Any) -> Any:
@@ -190,7 +190,7 @@ class Hooks(BackwardHooks):
         tells."""
         if all(all(bucket.views.flags()) for bucket in unit.buckets):
             return None
-        call = Call()
+        call = Call(self.step.forward_number)
         watched = self._watch_inputs(unit, call, args, kwargs)
         if watched is not None:
             unit.readiness.due.add(call)

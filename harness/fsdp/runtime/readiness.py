@@ -17,8 +17,11 @@ Reentrant activation checkpointing runs the forward without gradients and later 
 backward: the outer graph holds none of its nodes. Such calls are counted, and a unit waits until each was computed
 again and brought a gradient to every parameter, or until the backward ends.
 
-A unit of which autograd knows nothing, and which has no such call, is not used in this backward: while a rank waits for
-what never comes, its reductions hold up ranks that use other units, and these hold up its gathers.
+A unit of which autograd knows nothing may still get gradients that way, but only from a call in a forward that this
+backward goes through. Calls in other ones (an evaluation, a loss that was given up or has a backward of its own) do not
+count: while a rank waits for what never comes, its reductions hold up ranks that use other units, and these hold up its
+gathers. Where no call that autograd knows tells which forwards those are, the forward is taken whose output the
+backward came to first; or, where a call without gradients may be computed again, all count.
 """
 
 from __future__ import annotations
@@ -50,9 +53,10 @@ class PassedInputs(torch.autograd.Function):
 
 
 class Call:
-    """One call of a unit."""
+    """One call of a unit. forward: number of the model's forward, 0 outside."""
 
-    def __init__(self) -> None:
+    def __init__(self, forward: int) -> None:
+        self.forward = forward
         self.begin = next_number()
         self.identity: Callable[[], Any] = lambda: None  # node on the inputs, as long as its graph lives
 
@@ -79,14 +83,17 @@ class Readiness:
         self._inside: set[Call] = set()  # entered, and not passed
         self._arrived: set[int] = set()
         self.hidden_calls = 0  # under no_grad inside a forward with gradients
+        self._called_in: set[int] = set()  # numbers of forwards; 0: in none
         self._is_reached = False
+        self.is_called = False  # by a forward of this backward, as far as is known
         self.is_due_once = True  # this backward comes to at most one call
 
     # -- calls -----------------------------------------------------------------------------------------------------
 
-    def begin_call(self, *, hidden: bool) -> Call:
+    def begin_call(self, *, hidden: bool, forward: int) -> Call:
+        self._called_in.add(forward)
         self.hidden_calls += hidden
-        call = Call()
+        call = Call(forward)
         self.running.append(call)
         return call
 
@@ -119,6 +126,10 @@ class Readiness:
         self._due_params = {id(param) for param in trained} & due
         self._is_reached = bool(self.due or self._due_params)
         self.is_due_once = len(self.due) + len(self._unseen) <= 1
+
+    def note_forwards(self, numbers: Set[int]) -> None:
+        """Forwards that this backward goes through; empty: unknown."""
+        self.is_called = bool(self._called_in & {*numbers, 0} if numbers else self._called_in)
 
     def enter(self, call: Call) -> None:
         self._inside.add(call)
@@ -159,7 +170,7 @@ class Readiness:
 
     @property
     def is_unused(self) -> bool:
-        return not (self._is_reached or self.hidden_calls or self._unseen)
+        return not self._is_reached and not self.is_called
 
     @property
     def is_over(self) -> bool:
@@ -169,12 +180,20 @@ class Readiness:
 
 
 @by_engine
-def begin_backward(units: Sequence[Readiness]) -> None:
-    """Ask autograd what it will reach in these units; inside a hook of the backward. Raises as `due_among`."""
+def begin_backward(units: Sequence[Readiness], forward: int = 0) -> None:
+    """Ask autograd what it will reach in these units; inside a hook of the backward.
+
+    forward: number of the model's forward, if the hook stands on its outputs. Raises RuntimeError: see `due_among`.
+    """
     trained = [[param for param in unit.params if param.requires_grad] for unit in units]
     due = {id(param) for param in due_among([param for of_unit in trained for param in of_unit])}
     for unit, of_unit in zip(units, trained, strict=True):
         unit.pre_backward(of_unit, due)
+    forwards = {call.forward for unit in units for call in unit.due}
+    if not forwards and forward and not any(unit.hidden_calls for unit in units):
+        forwards = {forward}  # in which this rank uses no unit, most likely
+    for unit in units:
+        unit.note_forwards(forwards)
 
 
 class _Above(torch.autograd.Function):

@@ -142,6 +142,7 @@ class Step:
         self.in_forward = False  # from the model's pre-forward to its post-forward
         self.forward_raised = False  # and left weights unsharded
         self.with_gradients = False
+        self.num_forwards = 0
         self._first_node = 0
 
     @property
@@ -164,6 +165,11 @@ class Step:
     # -- forward ---------------------------------------------------------------------------------------------------
 
     @property
+    def forward_number(self) -> int:
+        """Number of the running forward, from 1; 0 outside."""
+        return self.num_forwards if self.in_forward else 0
+
+    @property
     def made_nodes(self) -> bool:
         """True if the forward made nodes that a backward could go through."""
         return self.with_gradients and next_number() > self._first_node
@@ -171,6 +177,7 @@ class Step:
     def pre_forward(self, root: str, *, with_gradients: bool) -> None:
         self.in_forward, self.forward_raised, self.with_gradients = True, False, with_gradients
         self.running = {root}
+        self.num_forwards += 1
         self._first_node = next_number()
 
     # -- backward and update ---------------------------------------------------------------------------------------
