@@ -211,7 +211,7 @@ def run(rank: int, case: Case, records: bool = True) -> Run:
         if records:
             restart_streams(model, recorder)
             name_buffers(recorder, model, case)
-            recorder.host_functions |= {"step_of", "step"} if case.offload else set()
+            recorder.host_functions |= {"step_of", "step", "_first"} if case.offload else set()
         train(rank, case, model, optimizer, recorder)
         orders = {(group.label, group.ranks): list(group.order) for group in every}
         log = replace(recorder.log, entries=list(recorder.log.entries)) if records else None
