@@ -263,7 +263,7 @@ def _agree_on_matrices(optimizer: torch.optim.Optimizer) -> None:
 def _have_state(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups if not any(optimizer.state.values()) else ():
         if not begins_with_gradient(group):
-            create_state_of(optimizer, group, [each for each in group["params"] if each.requires_grad])
+            create_state_of(optimizer, group)
 
 
 def _take_sharded(optimizer: torch.optim.Optimizer) -> None:

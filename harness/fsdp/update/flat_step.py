@@ -3,7 +3,7 @@
 [Note: Flat step] Flat pieces stand in the optimizer's groups only while its rule runs, below torch's step hooks: hooks,
 closures and exception handlers see sharded parameters. State is by parameter: moments are views of flat ones, `step`
 and its like one element each. A piece is a run of neighbours of one bucket and group with gradients and equal counters.
-Any other rule (LAMB, a class with its own `step`, SGD with dampening) steps the sharded parameters themselves.
+Any other rule (LAMB, a class with its own `step`) steps the sharded parameters themselves.
 """
 
 from __future__ import annotations
@@ -27,14 +27,7 @@ from harness.fsdp.storage.param_group import ParamGroup
 from harness.fsdp.storage.parameter_access import HOME, by_engine, grad_of, put_grad
 from harness.fsdp.tensor_parallel import values_here
 from harness.fsdp.update.matrices import MatrixStep
-from harness.fsdp.update.rules import (
-    COUNTERS,
-    KERNELS,
-    begins_with_gradient,
-    create_state_of,
-    kernel_settings,
-    moments_of,
-)
+from harness.fsdp.update.rules import COUNTERS, KERNELS, kernel_settings, moments_of
 from harness.private_torch import note_step, tree_map_only, version_of
 
 SYNC, INSTALL = "sync_grad_before_optimizer_step", "install_optimized_model_weights"
@@ -194,7 +187,8 @@ class FlatStep:
             state.update({each: held[each] for each in entries if not isinstance(each, Piece) and each in held})
         for piece in self._pieces():
             put_grad(piece.flat, piece.grad.to(piece.flat.dtype))
-            state[piece.flat] = piece.entries
+            if piece.entries:
+                state[piece.flat] = piece.entries
 
     def _end(self) -> None:
         if self._saved is None:
@@ -207,15 +201,45 @@ class FlatStep:
 
     @by_engine
     def _put_state(self, found: dict[Tensor, Any]) -> None:
+        state, new = self.optimizer.state, list[Piece]()
         for piece in self._pieces():
             put_grad(piece.flat, None)
             torch.autograd.graph.increment_version(piece.flat)  # fused kernels do not
-            del found[piece.flat]
-        self.optimizer.state.update(found)
-        for counter in self._counters:
-            counter.tell_params()
-        if self._signature is None:
+            held = found.pop(piece.flat, None)
+            if held is None:
+                continue
+            made = any(held[key] is not piece.entries.get(key) for key in held) or not piece.entries
+            piece.entries = held
+            new += [piece] if made or held.keys() - state[piece.params[0]].keys() else []
+        for piece in new:
+            self._bind(piece)
+        state.update(found)
+        params = [param for group in self.optimizer.param_groups for param in group["params"] if new or found]
+        for param in (each for each in params if each in state):  # in their order, whatever pieces lie here
+            state[param] = state.pop(param)
+        if new:
+            self._count()
+        else:
+            for counter in self._counters:
+                counter.tell_params()
+        if new or self._signature is None:
             self._signature = self._sign()
+
+    def _bind(self, piece: Piece) -> None:
+        assert self.moments is not None
+        for key, value in piece.entries.items():
+            if key in self.moments and isinstance(value, Tensor):
+                if (piece.start, piece.end) == (piece.span.start, piece.span.end):
+                    piece.span.flats.setdefault(key, value)
+                part = piece.span.part(key, value.dtype, piece.start, piece.end)
+                if part.data_ptr() != value.data_ptr():
+                    part.copy_(value)
+                piece.entries[key] = part
+                for param in piece.params:
+                    self.optimizer.state[param][key] = self._view(param, key, part.dtype)
+            else:  # of a tensor, each has an element of its own: see `_count`
+                for param in piece.params:
+                    self.optimizer.state[param][key] = value
 
     def _count(self) -> None:
         kinds: dict[Any, list[Piece]] = {}
@@ -292,17 +316,13 @@ class FlatStep:
 
     def _build(self) -> None:
         groups = self.optimizer.param_groups
-        flat = {id(p) for group in groups if not begins_with_gradient(group) for p in group["params"]}
-        flat &= self.take_state().keys()
-        self._plan = [[p for p in group["params"] if id(p) not in flat] for group in groups]
+        placed = self.take_state()
+        self._plan = [[p for p in group["params"] if id(p) not in placed] for group in groups]
         kinds: dict[Any, int] = {}
         stepped: dict[ParamGroup, dict[str, _Stepped]] = {}
         for number, group in enumerate(groups):
-            settings = {**group, **kernel_settings(self.optimizer, group, unfused=self.unfused)}
             for param in group["params"]:
-                if id(param) in flat and grad_of(param) is not None:
-                    create_state_of(self.optimizer, settings, [param])
-                    self._take_state(param)
+                if id(param) in placed and grad_of(param) is not None:
                     alike = number, id(self._spans[id(param)]), self._counts(param)
                     kind = kinds.setdefault(alike, len(kinds))
                     bucket, name = _slot_of(param)
@@ -329,11 +349,13 @@ class FlatStep:
 
     def _add(self, group: int, piece: Piece) -> None:
         self._plan[group].append(piece)
-        for key, value in self.optimizer.state.get(piece.params[0], {}).items():
+        held = self.optimizer.state.get(piece.params[0])
+        for key, value in held.items() if held else ():
             if key in (self.moments or ()) and isinstance(value, Tensor):
                 piece.entries[key] = piece.span.part(key, value.dtype, piece.start, piece.end)
             elif value is None or key in COUNTERS:
                 piece.entries[key] = value.clone() if isinstance(value, Tensor) else value
+        self._bind(piece)
 
     def _counts(self, param: Tensor) -> Any:
         held = self.optimizer.state.get(param)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -91,10 +91,9 @@ def create_state(optimizer: Optimizer) -> dict[Tensor, dict[str, Tensor]]:
         )
     found: dict[Tensor, dict[str, Tensor]] = {}
     for group in optimizer.param_groups:
-        trained = [each for each in group["params"] if each.requires_grad]
-        create_state_of(optimizer, group, trained)
+        create_state_of(optimizer, group)
         entries = _entries_of(optimizer, group)
-        for param in trained:
+        for param in (each for each in group["params"] if each.requires_grad):
             held = optimizer.state.get(param, {})
             found[param] = {entry: held[entry] for entry in entries if entry in held}
     return found
@@ -104,10 +103,9 @@ def begins_with_gradient(group: Mapping[str, Any]) -> bool:
     return bool(group.get("dampening") and group.get("momentum"))
 
 
-def create_state_of(optimizer: Optimizer, group: Mapping[str, Any], params: Iterable[Tensor]) -> None:
-    """group: their settings."""
+def create_state_of(optimizer: Optimizer, group: Mapping[str, Any]) -> None:
     entries = () if hasattr(optimizer, NEEDS_WHOLE) else _entries_of(optimizer, group)
-    for param in params if entries else ():
+    for param in (each for each in group["params"] if each.requires_grad and entries):
         held = optimizer.state[param]
         held.update({entry: _first(entry, group, param) for entry in entries if held.get(entry) is None})
 

@@ -85,8 +85,7 @@ MUTANTS = slips(
         fsdp.runtime.backward_hooks.BackwardHooks._gradient_arrived: if not param.requires_grad: => if False:
         frozen_after_the_forward
     order of pieces: State is in the order of pieces, another on each rank
-        fsdp.update.flat_step.FlatStep._build:     for param in group["params"]:\n
-            =>     for param in sorted(group["params"], key=lambda each: each.to_local().numel()):\n
+        fsdp.update.flat_step.FlatStep._put_state: if each in state) => if False)
         AdamW
     any class: A class with its own step gets flat pieces
         fsdp.update.rules.moments_of: all( => any(
