@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import sys
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
@@ -36,6 +37,7 @@ def located(root: str, word: str) -> tuple[str, str]:
 
 def watch_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("study", metavar="STUDY", nargs="?", help="only runs of this study, or of this folder")
+    parser.add_argument("--once", action="store_true", help="print the table once, also on a terminal")
 
 
 def run_watch(arguments: Namespace) -> int:
@@ -43,7 +45,7 @@ def run_watch(arguments: Namespace) -> int:
     if arguments.study is not None:
         arguments.root, named = located(arguments.root, arguments.study)
     store = Store(arguments.root)
-    seen = watch(store, named)
+    seen = watch(store, named, follow=sys.stdout.isatty() and not arguments.once)
     bad = {one.study for one in seen if one.bad}
     runs = [run for run in store.runs(named) if not bad or run.path.parent.name in bad]
     study = max(runs, key=lambda run: run.path.stat().st_mtime).path.parent.name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -132,10 +133,19 @@ def _groups(found: Iterable[Row]) -> list[str]:
     return ["", "failures:", *(f"  {len(reasons)} x {reasons[0]}" for reasons in ordered), ""] if bad else [""]
 
 
-def watch(store: Store, study: str | None = None) -> list[Row]:
-    found = rows(store, study, probe())
-    print(render(found, screen.width()))
-    return found
+REDRAW_S = 2.0
+CLEAR = "\x1b[H\x1b[J"
+
+
+def watch(store: Store, study: str | None = None, *, follow: bool = False) -> list[Row]:
+    """Print the table; with `follow` anew on a cleared screen until no run moves. Returns its last rows."""
+    while True:
+        found = rows(store, study, probe())
+        print(render(found, screen.width()), flush=True)
+        if not (follow and any(one.state in MOVING for one in found)):
+            return found
+        time.sleep(REDRAW_S)
+        screen.plain(sys.stdout).write(CLEAR)
 
 
 WAIT_S = 5.0

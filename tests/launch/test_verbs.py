@@ -8,6 +8,7 @@ import os
 import shutil
 import time
 from contextlib import closing
+from types import SimpleNamespace
 
 import pytest
 
@@ -109,6 +110,21 @@ def test_watch_proposes_to_compare_what_is_done_and_to_look_again_at_what_moves(
     with Lock.acquire(running.path / ".lock"):
         assert main(words) == 0
     assert "next: python -m harness watch adhoc --root" in capsys.readouterr().out
+
+
+def test_a_terminal_is_drawn_anew_until_no_run_moves(store, capsys, monkeypatch):
+    running = add(store, State.running, "r")
+    ended = Status(State.done, "1 step", running.attempts()[-1])
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setattr(watching, "time", SimpleNamespace(sleep=lambda _: status.write(running.path, ended)))
+    with Lock.acquire(running.path / ".lock"):
+        assert main(["watch", "--once", "--root", str(store.root)]) == 0
+        assert watching.CLEAR not in capsys.readouterr().out
+        assert main(["watch", "--root", str(store.root)]) == 0
+    tables = capsys.readouterr().out.split(watching.CLEAR)
+    assert len(tables) == 2
+    assert "1 running\n" in tables[0]
+    assert "1 done\n" in tables[1]
 
 
 def test_cancel_of_a_living_run_asks_its_owner(store, monkeypatch):
@@ -277,6 +293,10 @@ test_a_mutant_is_found = finds(
     test_watch_proposes_to_compare_what_is_done_and_to_look_again_at_what_moves="""
         next: of what moves: watch proposes to compare runs that have not ended
             cli.runs.run_watch: (State.queued, State.running) => ()
+    """,
+    test_a_terminal_is_drawn_anew_until_no_run_moves="""
+        drawn once: watch prints what moves once, also on a terminal
+            launch.watch.watch: not (follow and => not (not follow and
     """,
     test_retry_names_what_a_frozen_file_lacks="""
         retry of a file that lacks a group: The retry of a run whose config.yaml was cut is a traceback

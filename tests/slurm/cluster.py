@@ -1,7 +1,9 @@
 """A real SLURM of several nodes on this one machine, on loopback, without root or systemd.
 
-Every daemon lives in one folder and writes only there. Nodes are slurmd processes with a port each; SLURM believes
-that they are machines, so that a job over two nodes takes the road of a real one, except for the network.
+    python -m tests.slurm.cluster start DIR     prints the SLURM_CONF to export;  stop DIR   ends what start has started
+
+Every daemon lives in DIR and writes only there. Nodes are slurmd processes with a port each; SLURM believes that they
+are machines, so that a job over two nodes takes the road of a real one, except for the network.
 """
 
 from __future__ import annotations
@@ -13,10 +15,13 @@ import random
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 from tests.support.needs import path_of
 
@@ -108,6 +113,21 @@ class Cluster:
         time.sleep(2.0)  # slurmd takes a credential of the second of the kill for the killed job's, and runs nothing
         self.ask("scontrol", "update", f"JobId={job}", "StartTime=now")
 
+    def kill_node(self, name: str) -> None:
+        """End a node as a power failure does: its slurmd, and all that runs in its jobs, without a word."""
+        pid = int((self.folder / f"slurmd-{name}.pid").read_text())
+        doomed = [psutil.Process(pid), *_of_node(name, self.folder)]
+        for process in doomed:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+
+    def start_node(self, name: str) -> None:
+        """Start a node's slurmd, anew where it was killed, and let the node be used."""
+        _daemon(self, "slurmd", "-N", name, "-f", str(self.folder / "slurm.conf"))
+        deadline = time.monotonic() + 60
+        while "down" in self.ask("sinfo", "-h", "-n", name, "-o", "%T") and time.monotonic() < deadline:
+            time.sleep(0.2)
+
     def clear(self) -> None:
         """End all jobs, and let new ones start."""
         self.ask("scancel", f"--user={os.getuid()}")
@@ -126,6 +146,20 @@ class Cluster:
         """What the daemons have to say of a failure."""
         parts = [f"{path.name}:\n{path.read_text()[-2000:]}" for path in sorted(self.folder.glob("*.log"))]
         return "\n".join(parts)
+
+
+def _of_node(name: str, folder: Path) -> Iterator[psutil.Process]:
+    """Processes of this cluster's jobs on a node, and the slurmstepds above them."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            environment = process.environ()
+            if environment.get("SLURMD_NODENAME") == name and environment.get("SLURM_CONF") == str(
+                folder / "slurm.conf"
+            ):
+                parent = process.parent()
+                if parent is not None and parent.name().startswith("slurmstepd"):
+                    yield parent
+                yield process
 
 
 @contextlib.contextmanager
@@ -233,3 +267,17 @@ def _lives(pid: int) -> bool:
         return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
     except OSError:
         return False
+
+
+def main() -> int:
+    """Start or stop from the command line."""
+    verb, folder = sys.argv[1], Path(sys.argv[2]).absolute()
+    if verb == "stop":
+        stop(folder)
+    else:
+        print(f"export SLURM_CONF={start(folder).folder / 'slurm.conf'}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
