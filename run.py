@@ -8,10 +8,15 @@ import os
 import signal
 import sys
 
+from harness.store import interpreter
+
 if __name__ == "__main__":  # asked to end while we import: nothing has begun that must end
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2, signal.SIGINT):
         if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
             signal.signal(number, lambda number, _: os._exit(130 if number == signal.SIGINT else 75))
+
+if __name__ == "__main__":
+    interpreter.require()
 
 os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come to us, to be explained, instead of being printed by Hydra
 

@@ -5,10 +5,13 @@ import runpy
 import signal
 import sys
 
+from harness.store import interpreter
+
 
 def main() -> int:
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # Ctrl-C while we import: nothing has begun
+    interpreter.require()
     from harness.store import commands
 
     if os.path.splitext(os.path.basename(sys.argv[0]))[0] == commands.SCRIPT:

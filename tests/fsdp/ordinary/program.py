@@ -145,8 +145,6 @@ SENSELESS: tuple[tuple[Callable[[Program], bool], dict[str, Any]], ...] = (
     (lambda p: p.aside == "copies" and "Auxiliary" in p.pieces, {"aside": "nothing"}),
     (lambda p: p.aside == "gathered_ema" and p.dtype == "bf16", {"dtype": "fp32"}),
     (lambda p: p.k == 1, {"accumulate": "no_sync"}),
-    # is refused where no hook sees a unit's inputs, and a rank that drops the unit would wait for those that refuse it
-    (lambda p: {"Reentrant", "DroppedApart"} <= {*p.pieces} and p.carry != "tuple", {"carry": "tensor"}),
     # sums integers of fp32 gradients
     (lambda p: p.choice == "exact" and p.dtype == "fp64", {"dtype": "fp32"}),
     # has no room for weights that stay until the backward
