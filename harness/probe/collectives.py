@@ -18,6 +18,8 @@ from harness.probe.traffic import UNLABELLED, Row as Row, Traffic, by_kind as by
 class CollectiveMeter(Traffic, Observer):
     """Counts from its construction to `close`. One is active at a time."""
 
+    yields = False
+
     def __init__(self) -> None:
         """Raises `RuntimeError`: another meter is active."""
         super().__init__()

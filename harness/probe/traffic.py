@@ -49,10 +49,13 @@ class Row:
 class Traffic:
     """Counts this process's collectives from its construction to `close`. One is active at a time."""
 
+    yields = True
+    """Gives way to one that does not: a watched loop's counts are beside the point where an engine is measured."""
+
     def __init__(self) -> None:
-        """Raises `RuntimeError`: another one is active."""
+        """Raises `RuntimeError`: another one is active, and does not give way."""
         global _active
-        if _active is not None:
+        if _active is not None and (self.yields or not _active.yields):
             raise RuntimeError("another meter counts the collectives of this process: close it first")
         _install()
         self._guard = threading.Lock()  # DDP's reducer calls from autograd's threads

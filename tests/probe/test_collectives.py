@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from harness.fsdp import Observer
 from harness.probe.collectives import CollectiveMeter, Row, by_kind
+from harness.probe.traffic import Traffic
 from tests.support.spawn import run_ranks
 
 RANKS = 3
@@ -150,7 +151,9 @@ def measure(rank: int) -> dict[str, Any]:
     rows["paused"] = meter.take()
     meter.close()
     all_reduce(rank)
-    with closing(CollectiveMeter()):
+    with closing(Traffic()) as watched, closing(CollectiveMeter()) as other:
+        all_reduce(rank)
+        rows["gave way"] = len(watched.take()), len(other.take())
         rows["closed"] = meter.take()
         rows["twice"] = _refusal()
     return rows
@@ -192,6 +195,7 @@ def test_paused_and_closed_meters_count_nothing(measured: list[dict[str, Any]]) 
         assert rows["paused"] == []
         assert rows["closed"] == []
         assert "close it first" in rows["twice"]
+        assert rows["gave way"] == (0, 1)
 
 
 def test_kinds_are_sums_over_buckets_in_order_of_use() -> None:
