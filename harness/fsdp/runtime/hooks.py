@@ -181,6 +181,7 @@ class Hooks(BackwardHooks):
             return None
         passed: Any = PassedInputs.apply(WeakHook(self._inputs_passed, unit, call), *inputs)  # type: ignore[no-untyped-call] # torch's
         unit.readiness.watch(call, passed[0].grad_fn)
+        call.inputs = passed
         following = iter(passed)
         args, values = _map_tensors(given, lambda _: next(following))
         return args, dict(zip(kwargs, values, strict=True))
@@ -201,6 +202,7 @@ class Hooks(BackwardHooks):
             return output
         output, calls = self._own(unit, output), unit.readiness.running
         leaves = tensors_with_grad(output)
+        _refuse_edited(unit, calls[-1])
         self.watch_outputs(unit, leaves, calls[-1])
         if not leaves and torch.is_grad_enabled() and calls[-1].is_unseen:
             unit.readiness.note_unseen()
@@ -222,7 +224,7 @@ class Hooks(BackwardHooks):
             return
         calls = unit.readiness.running
         if calls:
-            calls.pop()
+            calls.pop().inputs = ()
         if calls:
             return
         raised = sys.exc_info()[1] is not None
@@ -255,6 +257,16 @@ class Hooks(BackwardHooks):
                 self._forward_left(unit, None, (), None)
         self._depth = 0
         self._forward_left(self.root, None, (), None)
+
+
+def _refuse_edited(unit: Unit, call: Call) -> None:
+    node = call.identity()
+    if any(given.grad_fn is not node for given in call.inputs):
+        raise RuntimeError(
+            f"unit {unit.name} edited an input in place: its caller would use the tensor without the history of the"
+            " edit. Edit a copy, x = x.clone(), or use the operation that makes a new tensor (relu for relu_, x + y for"
+            " x.add_(y))"
+        )
 
 
 def abandon(

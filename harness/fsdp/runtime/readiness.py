@@ -22,6 +22,9 @@ backward goes through. Calls in other ones (an evaluation, a loss that was given
 count: while a rank waits for what never comes, its reductions hold up ranks that use other units, and these hold up its
 gathers. Where no call that autograd knows tells which forwards those are, the forward is taken whose output the
 backward came to first; or, where a call without gradients may be computed again, all count.
+
+A unit computes with aliases of its inputs, whose history begins at the engine's node. They share storage and version
+counter, so that an edit in place (`F.relu_(x)`) would change the caller's tensor and not its history: it is refused.
 """
 
 from __future__ import annotations
@@ -44,7 +47,7 @@ class PassedInputs(torch.autograd.Function):
     def forward(ctx: Any, notify: Callable[[], None], *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.notify = notify
         ctx.set_materialize_grads(False)  # an input without a gradient must not get a zero one
-        return inputs
+        return tuple([each.detach() for each in inputs])  # torch would not say which unit edits what it gets as it is
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -58,6 +61,7 @@ class Call:
     def __init__(self, forward: int) -> None:
         self.forward = forward
         self.begin = next_number()
+        self.inputs: Sequence[Tensor] = ()  # aliases of what has gradients, while its forward runs
         self.identity: Callable[[], Any] = lambda: None  # node on the inputs, as long as its graph lives
 
     @property

@@ -142,9 +142,9 @@ class Edited(nn.Module):
 
 @CHECKS.check
 def edited_inputs(rank: int, strategy: str) -> list[str]:
-    """What a unit edits in place is refused by torch, as under FSDP2; a copy of it may be edited."""
+    """What a unit edits in place is told by its name, as FSDP2 would; a copy of it may be edited."""
     model, _ = sharded(Edited(copies=False), strategy)
-    found = said(lambda: model(data([rank], 0)), RuntimeError, "PassedInputs is a view and is being modified inplace")
+    found = said(lambda: model(data([rank], 0)), RuntimeError, "unit editing edited an input in place.*x = x.clone()")
     return found + alike(partial(Edited, copies=True), training(2))(rank, strategy)
 
 
@@ -260,7 +260,7 @@ MUTANTS = of_slips(
         fsdp.runtime.hooks.in_transform: lambda *_: False
         transforms / no_shard
     edited inputs: What a unit edited in place is used by its caller without a gradient through the edit
-        fsdp.runtime.readiness.PassedInputs.forward: return inputs => return tuple(each.detach() for each in inputs)
+        fsdp.runtime.hooks._refuse_edited: lambda *_, **__: None
         edited_inputs
     inputs alone: A gradient of an input ends the step
         fsdp.runtime.backward_hooks.could_reach: lambda *_: False

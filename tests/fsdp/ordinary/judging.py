@@ -58,7 +58,7 @@ REFUSALS = (
         r"came from a backward inside the backward that nothing announced",
         lambda p: p.units == "linear" and "Reentrant" in p.pieces,
     ),
-    Refusal("inputs edited in place", r"is a view and is being modified inplace", lambda p: "InPlace" in p.pieces),
+    Refusal("inputs edited in place", r"edited an input in place", lambda p: "InPlace" in p.pieces),
     Refusal(
         "whole-tensor optimizers",
         r"LBFGS cannot step sharded parameters|a plain tensor of shape .* meets a sharded one",
