@@ -63,8 +63,7 @@ def handles(rank: int, kind: str, config: Config, loop: Callable[[], Loop]) -> I
     with ExitStack() as stack:
         for module in (update, clips, rule, fresh):
             stack.enter_context(mock.patch.object(module, "rows_of", lambda site: site.engine.rows))
-        for module in (weights, fresh):
-            stack.enter_context(mock.patch.object(module, "others_of", lambda bucket: bucket.others))
+        stack.enter_context(mock.patch.object(weights, "others_of", lambda bucket: bucket.others))
         pieces = lambda site: [each for bucket in site.buckets for each in bucket.grad_shards]  # noqa: E731
         stack.enter_context(mock.patch.object(sums, "_accumulated", pieces if kind == "ddp" else lambda site: []))
         stack.enter_context(

@@ -107,7 +107,7 @@ def test_what_cannot_be_used_is_refused_before_ranks_start(
 def test_an_adapter_is_held_to_what_it_declares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = EXAMPLE.replace("strategies=(Strategy.optim,),", "strategies=(Strategy.optim,), package='nothing==1',")
     monkeypatch.chdir(project(tmp_path, text))
-    words = ["engine=ext", "engine.adapter=mine:Adapter", "launch.dry_run=true"]
+    words = ["engine=ext", "engine.adapter=mine:Adapter"]
     with pytest.raises(BadRequest) as caught:
         compose([*words, "sharding=optim_grads", "dtype=bf16_comm", "numerics=ordered", "engine.prefetch=2"])
     told = {violation.subject.partition("=")[0] for violation in caught.value.violations}

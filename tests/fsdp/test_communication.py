@@ -28,9 +28,10 @@ import torch
 from harness.engines.protocol import Ranks, engine_class
 from harness.fsdp.comm.events import OUTER
 from harness.fsdp.storage.param_group import ParamGroup
+from harness.fsdp.vocabulary import Transport
 from harness.models.workload import LlamaWorkload
 from harness.probe.collectives import CollectiveMeter, Row
-from tests.fsdp.trial import Case, batches
+from tests.fsdp.trial import Case, batches, transport_of
 from tests.support.covering import Cover, once
 from tests.support.spawn import run_ranks
 
@@ -132,7 +133,9 @@ def expected(case: Case, bucket: str, moved: int, whole: int, last: str) -> dict
     found: dict[tuple[str, str], tuple[int, int]] = {}
     within = (inner - 1) * outer * moved
     if stage == 0:
-        back = within // outer if splits_outside else within
+        # gloo gathers pieces of one length
+        pieces = -(-moved // inner) * inner if transport_of(case) is Transport.backend else moved
+        back = (inner - 1) * pieces * (1 if splits_outside else outer)
         found[bucket, "all_reduce"] = (1, within * b_g + back * b_m)
         gathers = 1 if splits_outside else 0
     else:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 from unittest import mock
 
 import torch
@@ -15,7 +14,6 @@ from harness.fsdp import MixedPrecisionPolicy, ReplicaDrift, fully_shard
 from harness.fsdp.comm.communicator import Communicator
 from harness.fsdp.comm.device import DeviceRuntime
 from harness.fsdp.guards.replicas import Replica, bit_hash, check_equal
-from harness.fsdp.runtime.weights import Weights
 from harness.probe.collectives import CollectiveMeter
 from tests.fsdp.test_api import Block, make, sgd
 from tests.support.spawn import run_ranks
@@ -84,10 +82,11 @@ def _drift(rank: int, case: Drift) -> tuple[str, str]:
     )
     bucket = wrapped.engine.buckets[1]
     slot = bucket.layout.slots[1]
-    install = Weights._install
+    install = bucket.install
 
-    def install_and_drift(*args: Any) -> None:
-        install(*args)
+    def install_and_drift() -> None:
+        install()
+        bucket.receive()
         dist.barrier()  # others have read by now what lies here, where it drifts
         target = bucket.main_storage if case.main else bucket.compute
         assert target is not None
@@ -96,7 +95,7 @@ def _drift(rank: int, case: Drift) -> tuple[str, str]:
             bucket.installed_version = bucket.main_version  # nothing tells of it
 
     message = ""
-    with mock.patch.object(Weights, "_install", install_and_drift):
+    with mock.patch.object(bucket, "install", install_and_drift):
         for number in range(1, 5):  # a forward installs the update before it
             try:
                 wrapped(torch.full((2, 6), 0.1 * (rank + number), dtype=case.compute)).sum().backward()

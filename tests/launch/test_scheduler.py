@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 from datetime import UTC, datetime, timedelta
+from functools import partial
 
 import pytest
 
@@ -134,38 +135,54 @@ OURS, QUEUED = {"submission": "0badcafe"}, State.queued
 ALIVE = "7_1|RUNNING|0:0|n1|s-0badcafe\n"
 LOST = (State.lost, "SLURM no longer knows job 7_1")
 LOOKS = {
-    "the controller alone remembers": (of(), {"squeue": "", "scontrol": ENDED}, (State.failed, "(exit code 1:0)")),
+    "the controller alone remembers": (
+        partial(of),
+        {"squeue": "", "scontrol": ENDED},
+        (State.failed, "(exit code 1:0)"),
+    ),
     "another user's": (
-        of(QUEUED, "7_3"),
+        partial(of, QUEUED, "7_3"),
         {"squeue": "", "sacct": "7_[0-3%4]|PENDING|0:0|None assigned|s-ab\n", "scontrol": ANOTHERS},
         (QUEUED, "7_3 is PENDING (PartitionDown)"),
     ),
-    "squeue alone": (of(), {"squeue": "7|1|TIMEOUT|Limit|n1|s\n"}, (State.failed, "7_1 is TIMEOUT (Limit) on n1")),
-    "sacct alone": (of(), {"sacct": "7_1|NODE_FAIL|0:0|n1|s\n"}, (State.lost, "NODE_FAIL")),
-    "sacct alone, which does not know": (of(job="8"), {"sacct": "7_1|NODE_FAIL|0:0|n1|s\n"}, None),
-    "nobody": (of(), {"squeue": "", "scontrol": GONE}, LOST),
-    "silence": (of(), {}, None),
-    "one of a range": (of(QUEUED, "7_4", **OURS), {"squeue": TIMED_OUT, "scontrol": WAITING}, (QUEUED, "Priority")),
+    "squeue alone": (
+        partial(of),
+        {"squeue": "7|1|TIMEOUT|Limit|n1|s\n"},
+        (State.failed, "7_1 is TIMEOUT (Limit) on n1"),
+    ),
+    "sacct alone": (partial(of), {"sacct": "7_1|NODE_FAIL|0:0|n1|s\n"}, (State.lost, "NODE_FAIL")),
+    "sacct alone, which does not know": (partial(of, job="8"), {"sacct": "7_1|NODE_FAIL|0:0|n1|s\n"}, None),
+    "nobody": (partial(of), {"squeue": "", "scontrol": GONE}, LOST),
+    "silence": (partial(of), {}, None),
+    "one of a range": (
+        partial(of, QUEUED, "7_4", **OURS),
+        {"squeue": TIMED_OUT, "scontrol": WAITING},
+        (QUEUED, "Priority"),
+    ),
     "the last of a range": (
-        of(QUEUED, "7_12", **OURS),
+        partial(of, QUEUED, "7_12", **OURS),
         {"squeue": TIMED_OUT, "scontrol": WAITING, "sacct": ""},
         (QUEUED, "Priority"),
     ),
     "a range of sacct": (
-        of(QUEUED, "7_3", **OURS),
+        partial(of, QUEUED, "7_3", **OURS),
         {"squeue": TIMED_OUT, "sacct": "7_[0-3%4]|PENDING|0:0|None assigned|s-0badcafe\n", "scontrol": TIMED_OUT},
         (QUEUED, "PENDING"),
     ),
     "no answer of SLURM's": (
-        of(QUEUED, "7_1", **OURS),
+        partial(of, QUEUED, "7_1", **OURS),
         {"squeue": TIMED_OUT, "sacct": ALIVE, "scontrol": "<html>502</html>"},
         (State.running, "starting"),
     ),
-    "alive by accounting alone": (of(**OURS), {"squeue": "", "scontrol": GONE, "sacct": ALIVE}, LOST),
-    "a submission": (of(QUEUED, "", 5, **OURS), {"squeue": ""}, None),
-    "an old submission": (of(QUEUED, "", 300, **OURS), {"squeue": ""}, (State.lost, "interrupted before")),
+    "alive by accounting alone": (partial(of, **OURS), {"squeue": "", "scontrol": GONE, "sacct": ALIVE}, LOST),
+    "a submission": (partial(of, QUEUED, "", 5, **OURS), {"squeue": ""}, None),
+    "an old submission": (partial(of, QUEUED, "", 300, **OURS), {"squeue": ""}, (State.lost, "interrupted before")),
 } | {
-    f"a newer word, {word}": (of(), {"squeue": f"7|1|{word}|None|n1|s\n", "sacct": f"7_1|{word}|0:0|n1|s\n"}, None)
+    f"a newer word, {word}": (
+        partial(of),
+        {"squeue": f"7|1|{word}|None|n1|s\n", "sacct": f"7_1|{word}|0:0|n1|s\n"},
+        None,
+    )
     for word in ("EXPEDITING", "RUNNING,COMPLETING", "WHATEVER_26_05_SAYS")
 }
 """What is known of a run, what the commands say, and what is found; None: status.json is believed."""
@@ -175,7 +192,7 @@ LOOKS = {
 def test_what_a_look_finds(commands, look):
     known, answers, wanted = LOOKS[look]
     commands(**answers)
-    found = Scheduler()(known)
+    found = Scheduler()(known())
     assert (found and found[0]) is (wanted and wanted[0])
     assert not wanted or wanted[1] in found[1]
 
