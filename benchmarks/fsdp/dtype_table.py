@@ -140,7 +140,7 @@ def policies() -> dict[str, DtypeConfig]:
     }
     for name, roles in EXTRA.items():
         dtypes = [None if each is None else Dtype[each] for each in roles]
-        found[name] = DtypeConfig(name, *dtypes, True)  # type: ignore[arg-type]
+        found[name] = DtypeConfig(name, *dtypes, True)
     return found
 
 

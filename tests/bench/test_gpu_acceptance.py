@@ -59,7 +59,7 @@ MACHINE = {"devices": ["H"], "versions": {"torch": "2.11.0"}, "nccl": "2.30.4", 
 
 def carry_out(body: object, folder: Path, limit_s: float = 60.0) -> int:
     setting = Setting("cpu", True, 2, limit_s, folder / "runs")
-    piece = Piece("one_rank", "Is it so?", body)  # type: ignore[arg-type]
+    piece = Piece("one_rank", "Is it so?", body)
     return acceptance.carry_out(piece, setting, dict(MACHINE), files(folder / "out")["one_rank"])
 
 

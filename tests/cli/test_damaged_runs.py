@@ -122,7 +122,7 @@ def _asked(root: Path, told: Path, verbs: Verbs) -> None:
         if code not in CODES:
             wrong.append(f"{words[:2]}: {code}")
         out.flush()
-        printed = out.buffer.getvalue().decode()  # type: ignore[attr-defined]
+        printed = out.buffer.getvalue().decode()
         if obeyed := OBEYED.findall(printed):
             wrong.append(f"{words[:2]}: a terminal would obey {sorted(set(obeyed))!r} in {printed!r}")
     told.write_text("\n".join(wrong))

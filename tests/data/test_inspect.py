@@ -9,11 +9,11 @@ from harness.config.schema import DataConfig, DataKind, TokenDtype
 
 
 def text(path: Path | None, **changes: object) -> DataConfig:
-    return DataConfig(kind=DataKind.text, path=None if path is None else str(path), seq_len=4, **changes)  # type: ignore[arg-type]
+    return DataConfig(kind=DataKind.text, path=None if path is None else str(path), seq_len=4, **changes)
 
 
 def tokens(path: Path, **changes: object) -> DataConfig:
-    return DataConfig(kind=DataKind.tokens, path=str(path), seq_len=4, **changes)  # type: ignore[arg-type]
+    return DataConfig(kind=DataKind.tokens, path=str(path), seq_len=4, **changes)
 
 
 def test_standard_library_is_megabytes_of_source_text() -> None:
@@ -75,7 +75,7 @@ def test_faults_name_value_and_fix(tmp_path: Path, make: object, message: str) -
     for name, size in [("empty", 0), ("short", 4), ("odd", 21), ("even", 22)]:
         (tmp_path / name).write_bytes(b"x" * size)
     with pytest.raises(ValueError, match=message):
-        inspect(make(tmp_path))  # type: ignore[operator]
+        inspect(make(tmp_path))
 
 
 def test_unreadable_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,7 +72,7 @@ def test_the_samples_are_the_options_and_are_in_the_corpus() -> None:
 def test_a_run_in_which_a_fault_would_do_nothing_is_refused(
     limits: dict[str, object], changes: dict[str, object], said: str
 ) -> None:
-    fault = Fault("one", "one", "does", "forward", (), **limits)  # type: ignore[arg-type]
+    fault = Fault("one", "one", "does", "forward", (), **limits)
     config = small_config(**changes)
     with pytest.raises(ValueError, match="engine=native"):
         fault.check(config)

@@ -80,7 +80,7 @@ def _slots_overlap(self: BucketMemory, bucket: Tensor) -> None:
     before = getattr(self, "_last_refilled", None)
     if before is not None and before is not bucket and _is_in_use(self, before):
         before.fill_(float("nan"))
-    self._last_refilled = bucket  # type: ignore[attr-defined]
+    self._last_refilled = bucket
 
 
 PATCHES: dict[str, tuple[str, Callable[[], Any], str, str]] = {

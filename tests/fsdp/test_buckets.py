@@ -39,8 +39,8 @@ class Layer(nn.Module):
 def grouped(rank: int, strategy: str = ZERO3) -> list[str]:
     """Buckets that mix units, dtypes or flags, or keep gradients of what is frozen."""
     module = nn.Sequential(Layer(), Layer(), nn.Linear(4, 4))
-    module[0].inner.up.bfloat16()  # type: ignore[operator, union-attr]
-    module[1].own.requires_grad_(False)  # type: ignore[operator, union-attr]
+    module[0].inner.up.bfloat16()
+    module[1].own.requires_grad_(False)
     kinds = {name: (name.split(".")[0], p.dtype, p.requires_grad) for name, p in module.named_parameters()}
     model: Any = fully_shard_model(module, fsdp_unit_modules=[Block, Layer], zero_dp_strategy=strategy)
     groups = {tuple(name for name, _ in bucket.params): bucket for bucket in model.engine.buckets}

@@ -80,7 +80,7 @@ def measure_case(rank: int, case: Case) -> Traffic:
     config = case.config()
     ranks = Ranks(rank, case.world_size, rank, torch.device("cpu"))
     engine = engine_class(config.engine.name)(LlamaWorkload(config), config, ranks)
-    model = engine.model  # type: ignore[attr-defined]
+    model = engine.model
     rests = set()
     with closing(CollectiveMeter()) as meter:
         for step in range(case.steps):

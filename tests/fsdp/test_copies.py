@@ -33,7 +33,7 @@ class Net(Tied):
         self.register_buffer("calls", torch.zeros(()))
         self.blocks[0].up.bias.requires_grad_(False)
         self.gain = Marked(torch.ones(3))
-        self.gain.note = "kept"  # type: ignore[attr-defined]
+        self.gain.note = "kept"
         self.register_forward_hook(_count)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -138,7 +138,7 @@ def averaged(rank: int, strategy: str) -> list[str]:
         _step(plain, plain_optimizer, number, list(range(RANKS)))
         for average, of in zip(averages, (model, plain), strict=True):
             average.update_parameters(of)
-    found = _differs(averages[0].module, averages[1].module, "average")  # type: ignore[arg-type]
+    found = _differs(averages[0].module, averages[1].module, "average")
     x = data(9, 0)
     return found + ([] if torch.allclose(averages[0](x), averages[1](x), atol=1e-5) else ["what it computes"])
 

@@ -92,7 +92,7 @@ CASES = Cover(
 
 def reference(case: Case) -> Evidence:
     same = {"numerics": "exact", "steps": STEPS, "model": case.model}
-    return alone(Case("single", "no_shard", 1, M, M, case.optimizer, case.clip, **same))  # type: ignore[arg-type]
+    return alone(Case("single", "no_shard", 1, M, M, case.optimizer, case.clip, **same))
 
 
 def joined(ranks: list[Evidence]) -> Evidence:

@@ -37,7 +37,7 @@ class Layer(nn.Module):
         self.dense = nn.Linear(WIDTH, WIDTH)
         self.experts = nn.ModuleDict({str(each): nn.Linear(WIDTH, WIDTH) for each in experts})
         for param in self.experts.parameters():
-            param.allreduce = False  # type: ignore[attr-defined]
+            param.allreduce = False
 
     def forward(self, own: Tensor, served: dict[str, Tensor]) -> Tensor:
         """The dense loss of this rank's tokens, and that of what its experts serve."""

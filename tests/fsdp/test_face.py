@@ -212,7 +212,7 @@ EVERY = [*CHOICES, *ARGUMENTS, *DTYPES]
 
 
 def named(function: object) -> set[str]:
-    return set(inspect.signature(function).parameters)  # type: ignore[arg-type]
+    return set(inspect.signature(function).parameters)
 
 
 def test_every_option_has_its_row() -> None:
@@ -235,7 +235,7 @@ def test_every_argument_of_both_entries_has_a_row_and_every_row_an_argument() ->
 def defaults(function: object) -> dict[str, str]:
     """Argument -> its default as a row writes it, "" where there is none."""
     found = {}
-    for name, each in inspect.signature(function).parameters.items():  # type: ignore[arg-type]
+    for name, each in inspect.signature(function).parameters.items():
         bare = "" if each.default is inspect.Parameter.empty else each.default
         found[name] = str(getattr(bare, "name", bare))
     return found

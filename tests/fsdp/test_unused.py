@@ -58,8 +58,8 @@ class Branch(nn.Module):
     def forward(self, x: Tensor, *, side: bool) -> Tensor:
         h = torch.tanh(self.up(x))
         if side:
-            h = Given.apply(h + self.side(x), self.muted, -0.0)  # type: ignore[no-untyped-call]
-            h = Given.apply(h, self.faint, SMALLEST)  # type: ignore[no-untyped-call]
+            h = Given.apply(h + self.side(x), self.muted, -0.0)
+            h = Given.apply(h, self.faint, SMALLEST)
         out: Tensor = x + self.down(h)
         return out
 

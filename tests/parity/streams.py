@@ -137,7 +137,7 @@ class Checker(Silent):
             off[name] = found
         self._worst("rule", off)
         self._add(weights, optimizer)
-        self._left = tuple({n: p[n].copy() for n in self.names} for p in (weights, optimizer.m, optimizer.v))  # type: ignore[assignment]
+        self._left = tuple({n: p[n].copy() for n in self.names} for p in (weights, optimizer.m, optimizer.v))
 
     def _add(self, weights: Params, optimizer: Optimizer) -> None:
         squares = lambda values: float((values.astype(np.float64) ** 2).sum())  # noqa: E731

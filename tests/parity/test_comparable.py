@@ -122,7 +122,7 @@ def test_every_setting_that_trains_must_agree() -> None:
 
     plain = OmegaConf.to_container(OmegaConf.structured(Config), enum_to_str=True)
     assert isinstance(plain, dict)
-    free = {key for key in flatten(plain) if not must_agree(key)}  # type: ignore[arg-type]
+    free = {key for key in flatten(plain) if not must_agree(key)}
     held_groups = {"model", "data", "optimizer", "train"}
     assert {key for key in free if key.split(".")[0] in held_groups} == {
         "model.name",
@@ -215,7 +215,7 @@ def test_bits_are_owed_across_strategies_only_while_sums_are_in_one_order(bench:
 
 
 def config(**changes: object) -> dict[str, object]:
-    flat = flatten(replace(Arm(), **changes).config())  # type: ignore[arg-type]
+    flat = flatten(replace(Arm(), **changes).config())
     return flat
 
 

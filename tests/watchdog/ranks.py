@@ -63,7 +63,7 @@ def logged() -> Iterator[list[str]]:
     """Lines that the watchdogs of this process log."""
     lines: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: lines.append(record.getMessage())
     watchdog.LOG.addHandler(handler)
     try:
         yield lines

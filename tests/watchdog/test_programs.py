@@ -20,7 +20,7 @@ STOPS_AT = 3
 
 
 def ddp() -> nn.Module:
-    return DistributedDataParallel(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), bucket_cap_mb=1e-4)  # type: ignore[arg-type]
+    return DistributedDataParallel(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), bucket_cap_mb=1e-4)
 
 
 def fsdp2() -> nn.Module:

@@ -48,12 +48,12 @@ def test_a_stream_that_never_passes_a_collective_is_an_error_at_the_next_one() -
             pass
         assert dog.waits.late(LIMIT_S) == []
     dogs[1].waits.on_device[0].reached.is_reached = True
-    errors = together([lambda dog=dog: dog._concluded.wait(10) and dog.begin("next") for dog in dogs], 0)  # type: ignore[misc]
+    errors = together([lambda dog=dog: dog._concluded.wait(10) and dog.begin("next") for dog in dogs], 0)
     (message,) = set(map(str, errors))
     assert "rank 0 waits since" in message
     assert "all_gather blocks.0 (number 1) in the backward of blocks.0" in message
     assert "rank 1 has not come" in message
-    assert [dog._abort.call_count for dog in dogs] == [1, 1]  # type: ignore[attr-defined]
+    assert [dog._abort.call_count for dog in dogs] == [1, 1]
     for dog in dogs:
         dog.close()
 
@@ -140,7 +140,7 @@ def suspects(limit_s: float, *groups: list[int]) -> bool:
         mock.patch.object(watchdog, "stores_of", lambda *_, clones: [dist.HashStore()] * clones),
         without_threads(),
     ):
-        dog = Watchdog(list(groups), limit_s, records=False)  # type: ignore[arg-type]
+        dog = Watchdog(list(groups), limit_s, records=False)
         dog.close()
         return dog._suspects
 

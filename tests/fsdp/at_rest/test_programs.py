@@ -417,7 +417,7 @@ def refused(rank: int, strategy: str) -> dict[str, str]:
     acts = {
         "early": early.step,
         "kept": lambda: kept[0].sum(),
-        "elsewhere": lambda: nn.functional.linear(torch.ones(2, 7), module.blocks[0].up.weight),  # type: ignore[union-attr]
+        "elsewhere": lambda: nn.functional.linear(torch.ones(2, 7), module.blocks[0].up.weight),
         "muon": lambda: fully_shard_optimizer(model, muon),
         "none": lambda: fully_shard_optimizer(torch.optim.SGD(nn.Linear(2, 2).parameters())),
         "two": lambda: fully_shard_optimizer(torch.optim.SGD([*module.parameters(), *second.parameters()])),

@@ -28,7 +28,7 @@ class Adapted(Block):
     def __init__(self) -> None:
         super().__init__()
         self.linear.requires_grad_(False)
-        self.adapter, self.out = nn.Linear(6, 6), nn.Identity()  # type: ignore[assignment]
+        self.adapter, self.out = nn.Linear(6, 6), nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.linear(torch.tanh(x)) + self.adapter(x)

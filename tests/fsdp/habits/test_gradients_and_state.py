@@ -93,7 +93,7 @@ def dropping_gradients_in_hooks(rank: int, strategy: str) -> list[str]:
 def reading_gradients_in_hooks(rank: int, strategy: str) -> list[str]:
     """What a hook reads and does not edit is nothing to refuse."""
     seen: list[float] = []
-    plain, run = hung(rank, strategy, lambda param: seen.append(float(param.grad.norm())), before=False)  # type: ignore[union-attr]
+    plain, run = hung(rank, strategy, lambda param: seen.append(float(param.grad.norm())), before=False)
     accumulating(Run(plain, plain, plain_sgd(plain), (0, 1)), 2)
     accumulating(run, 2)
     return differing(run.model, plain) + ([] if all(seen) else ["a gradient of zeros"])
