@@ -97,7 +97,7 @@ class Engine:
         self._make_ranks_and_memory(context)
         self.units = self._units(module, context)
         self.context = replace(context, initial_value=None, init_on_meta=False)
-        self.buckets = list(buckets_of(self.units))  # in model order
+        self.buckets = buckets_of(self.units)  # in model order
         self._wire(module)
         self.user_buffers.model_built()
         self._shard_parameters(module)
@@ -154,7 +154,7 @@ class Engine:
 
         units = build_units(plans, make_group, self.memory)
         if initial is None:
-            reset_by_module(module, list(buckets_of(units)), meshes, context.device)
+            reset_by_module(module, buckets_of(units), meshes, context.device)
         return units
 
     # -- wiring ----------------------------------------------------------------------------------------------------

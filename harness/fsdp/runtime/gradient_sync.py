@@ -40,7 +40,7 @@ class GradientSync:
         self.hooks, self.weights, self.integers = hooks, weights, integers
         self.units, self.step, self.reduce, self.guard = hooks.units, hooks.step, hooks.reduce, hooks.guard
         self.usage = Usage(weights.meshes, hooks.units)
-        self.same_data = SameData(hooks.root.module, list(buckets_of(hooks.units)), weights.meshes)
+        self.same_data = SameData(hooks.root.module, buckets_of(hooks.units), weights.meshes)
         self.sharded: list[ShardedParameters] = []
         self._kept: list[Kept] = []
         self._has_begun = False

@@ -261,7 +261,7 @@ class Hooks(BackwardHooks):
 
 def _refuse_edited(unit: Unit, call: Call) -> None:
     node = call.identity()
-    if any(given.grad_fn is not node for given in call.inputs):
+    if [given for given in call.inputs if given.grad_fn is not node]:
         raise RuntimeError(
             f"unit {unit.name} edited an input in place: its caller would use the tensor without the history of the"
             " edit. Edit a copy, x = x.clone(), or use the operation that makes a new tensor (relu for relu_, x + y for"

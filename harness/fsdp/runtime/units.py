@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,12 +62,12 @@ class Unit:
             bucket.use()
 
 
-def buckets_of(units: Iterable[Unit]) -> Iterator[ParamGroup]:
-    return (bucket for unit in units for bucket in unit.buckets)
+def buckets_of(units: Iterable[Unit]) -> list[ParamGroup]:
+    return [bucket for unit in units for bucket in unit.buckets]
 
 
 def rest(units: Iterable[Unit]) -> None:
-    for bucket in buckets_of(unit for unit in units if not unit.is_held):
+    for bucket in buckets_of([unit for unit in units if not unit.is_held]):
         edits.adopt(bucket)
         bucket.rest()
 

@@ -40,7 +40,7 @@ class Weights:
 
     def __init__(self, hooks: Hooks, meshes: Meshes, user_buffers: UserBuffers, check_every: int) -> None:
         self.hooks, self.units, self.gather, self.step = hooks, hooks.units, hooks.gather, hooks.step
-        self.buckets = list(buckets_of(hooks.units))
+        self.buckets = buckets_of(hooks.units)
         self.meshes, self.runtime = meshes, meshes.dense.everyone.runtime
         self.user_buffers, self.check_every = user_buffers, check_every
         self._in_8_bits = [(each.codec, each.main_shards, each.mesh) for each in self.buckets if each.codec is not None]
@@ -136,7 +136,7 @@ class Weights:
         self.adopt_edits()
         self.bring_up_to_date()
         self.wait()
-        held, buckets = self.gather.hold(units), list(buckets_of(units))
+        held, buckets = self.gather.hold(units), buckets_of(units)
         self.gather.wait_for_peers()  # the program may edit what they read
         for bucket in buckets_of(held):
             bucket.views.forget_edits()  # those from before
