@@ -113,8 +113,4 @@ def test_an_entry_tells_what_each_of_its_arguments_does(file: str, entry: str) -
 )
 def test_a_leaning_docstring_is_found(source: str, told: str) -> None:
     assert told in " ".join(problems(source))
-
-
-@pytest.mark.parametrize("source", ['"""M."""\nX = 1\n"""Item of these."""', "def f(): ..."])
-def test_what_stands_alone_passes(source: str) -> None:
-    assert not problems(source)
+    assert not problems('"""M."""\nX = 1\n"""Item of these."""\ndef f(): ...')

@@ -52,19 +52,6 @@ def test_every_line_fits(
     assert [line for line in lines if len(line) > columns and not whole.match(line)] == []
 
 
-def test_watch_says_state_step_loss_and_time_of_every_run(
-    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    assert main(["watch", "lab", "--root", str(root)]) == 1
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split()[:5] == ["run", "state", "step", "loss", "ms/step"]
-    names = sorted(path.parent.name for path in root.glob("lab/*/config.yaml"))
-    rows = [line for line in lines[1:] if line[:1] not in ("", " ")][:4]  # a reason stands below its run
-    for line, name in zip(rows, names, strict=True):
-        assert re.match(rf"\S*{name[-8:]} +(done|failed) +12/12 +\d\.\d+ +\d+", line), line
-
-
 STATES = (
     ("failed", "rank 1: ValueError: the batch of 17 sequences does not divide into microbatches of 4 on 2 ranks"),
     ("lost", "its process on a-host-with-a-name-17 is gone (pid 12345)"),

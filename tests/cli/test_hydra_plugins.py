@@ -42,14 +42,20 @@ def runs(folder: Path) -> list[RunDir]:
     return list(Store(folder / "runs").runs()) if (folder / "runs").exists() else []
 
 
+def done(*words: str, cwd: Path) -> str:
+    """What a request that ends well prints."""
+    ended = run(*words, cwd=cwd)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
 @plugin("hydra_joblib_launcher")
 def test_a_study_is_carried_out_by_joblib(tmp_path: Path) -> None:
     (tmp_path / "conf" / "study").mkdir(parents=True)
     (tmp_path / "conf" / "study" / "mine.yaml").write_text(
         "question: q\nzip: {sharding: [no_shard, optim], train.seed: [1, 2]}\ncontrol: {sharding: no_shard}\n"
     )
-    done = run("-m", "study=mine", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2", *SMALL, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    done("-m", "study=mine", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2", *SMALL, cwd=tmp_path)
     assert len(runs(tmp_path)) == 3, "two arms, of which one is a control, and a control of the other"
     study = read_study(tmp_path / "runs", "mine")
     assert study is not None
@@ -60,26 +66,24 @@ def test_a_study_is_carried_out_by_joblib(tmp_path: Path) -> None:
 def test_a_cell_that_fails_ends_the_request(tmp_path: Path) -> None:
     (tmp_path / "dies.py").write_text("def at_once(config, build):\n    raise RuntimeError('it dies')\n")
     words = ["-m", "train.seed=1,2", "hydra/launcher=joblib", "fault.name=dies:at_once"]
-    done = run(*words, *SMALL, cwd=tmp_path)
-    assert done.returncode == 1, done.stderr
-    assert "not done (exit code 1)" in done.stderr
-    assert "harness show" in done.stderr
+    ended = run(*words, *SMALL, cwd=tmp_path)
+    assert ended.returncode == 1, ended.stderr
+    assert "not done (exit code 1)" in ended.stderr
+    assert "harness show" in ended.stderr
 
 
 @plugin("hydra_joblib_launcher")
 def test_timed_cells_are_not_run_beside_each_other(tmp_path: Path) -> None:
-    done = run("-m", "train.seed=1,2", "hydra/launcher=joblib", "measure=bench", *SMALL[1:], cwd=tmp_path)
-    assert done.returncode == 2
-    assert "leave hydra/launcher out" in done.stderr
+    ended = run("-m", "train.seed=1,2", "hydra/launcher=joblib", "measure=bench", *SMALL[1:], cwd=tmp_path)
+    assert ended.returncode == 2
+    assert "leave hydra/launcher out" in ended.stderr
     assert not runs(tmp_path)
 
 
 @plugin("hydra_optuna_sweeper")
 def test_optuna_is_given_the_loss(tmp_path: Path) -> None:
     words = ["hydra/sweeper=optuna", "hydra/sweeper/sampler=tpe", "hydra.sweeper.n_trials=2", "hydra.sweeper.n_jobs=1"]
-    words += ["hydra.sweep.dir=search", "optimizer.lr=interval(0.0001,0.01)"]
-    done = run("-m", *words, *SMALL, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    done("-m", *words, "hydra.sweep.dir=search", "optimizer.lr=interval(0.0001,0.01)", *SMALL, cwd=tmp_path)
     found = yaml.safe_load((tmp_path / "search" / "optimization_results.yaml").read_text())
     losses = [float(read_metrics(each.metrics)[-1]["loss"]) for each in runs(tmp_path)]
     assert len(losses) == 2
@@ -93,8 +97,7 @@ def test_optuna_is_given_the_loss(tmp_path: Path) -> None:
 def test_optuna_in_a_file_is_given_another_objective(tmp_path: Path) -> None:
     (tmp_path / "conf" / "experiment").mkdir(parents=True)
     (tmp_path / "conf" / "experiment" / "search.yaml").write_text(FILE)
-    done = run("experiment=search", *SMALL, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    done("experiment=search", *SMALL, cwd=tmp_path)
     (results,) = (tmp_path / "multirun").rglob("optimization_results.yaml")
     norms = [float(read_metrics(each.metrics)[-1]["grad_norm"]) for each in runs(tmp_path)]
     assert yaml.safe_load(results.read_text())["best_value"] == min(norms)
@@ -102,8 +105,7 @@ def test_optuna_in_a_file_is_given_another_objective(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_hydras_own_sweeper(tmp_path: Path) -> None:
-    done = run("-m", "hydra/sweeper=basic", "train.seed=1,2", "hydra.sweep.dir=here", *SMALL, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    done("-m", "hydra/sweeper=basic", "train.seed=1,2", "hydra.sweep.dir=here", *SMALL, cwd=tmp_path)
     assert len(runs(tmp_path)) == 2
     assert (tmp_path / "here" / "multirun.yaml").exists()
 
@@ -112,8 +114,7 @@ def test_hydras_own_sweeper(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_submitit_on_this_machine(tmp_path: Path) -> None:
     words = ["hydra/launcher=submitit_local", "hydra.launcher.timeout_min=5", "train.seed=1,2"]
-    done = run("-m", *words, *SMALL, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    done("-m", *words, *SMALL, cwd=tmp_path)
     assert len(runs(tmp_path)) == 2
 
 
@@ -121,11 +122,10 @@ def test_axes_in_a_file_as_hydras_sweeper_has_them(tmp_path: Path) -> None:
     (tmp_path / "conf" / "experiment").mkdir(parents=True)
     text = "# @package _global_\nhydra: {sweeper: {params: {train.seed: '1,2', sharding: optim}}}\n"
     (tmp_path / "conf" / "experiment" / "axes.yaml").write_text(text)
-    done = run("-m", "experiment=axes", "sharding=no_shard", "launch.dry_run=true", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "2 cells" in done.stdout
-    assert "sharding=no_shard" in done.stdout
-    assert "sharding=optim" not in done.stdout, "what is typed takes the place of the file's"
+    said = done("-m", "experiment=axes", "sharding=no_shard", "launch.dry_run=true", cwd=tmp_path)
+    assert "2 cells" in said
+    assert "sharding=no_shard" in said
+    assert "sharding=optim" not in said, "what is typed takes the place of the file's"
 
 
 @pytest.mark.parametrize(
@@ -136,10 +136,10 @@ def test_axes_in_a_file_as_hydras_sweeper_has_them(tmp_path: Path) -> None:
     ],
 )
 def test_a_plugin_that_is_not_there_is_named(words: list[str], told: str, tmp_path: Path) -> None:
-    done = run("-m", "train.seed=1,2", *words, cwd=tmp_path)
-    assert done.returncode == 2
-    assert told in done.stderr
-    assert "Traceback" not in done.stderr
+    ended = run("-m", "train.seed=1,2", *words, cwd=tmp_path)
+    assert ended.returncode == 2
+    assert told in ended.stderr
+    assert "Traceback" not in ended.stderr
 
 
 @pytest.mark.parametrize("typed", ["sharding=opt", "train.wa"])
@@ -154,5 +154,5 @@ read -ra COMP_WORDS <<< "$COMP_LINE"; COMP_CWORD=$((${{#COMP_WORDS[@]}}-1))
 hydra_bash_completion python "${{COMP_WORDS[COMP_CWORD]}}" ""
 printf '%s\\n' "${{COMPREPLY[@]}}"
 """
-    done = subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=100)
-    assert any(each.startswith(typed) for each in done.stdout.split()), done.stdout + done.stderr
+    ended = subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert any(each.startswith(typed) for each in ended.stdout.split()), ended.stdout + ended.stderr

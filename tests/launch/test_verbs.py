@@ -76,13 +76,6 @@ def test_the_table_says_how_each_fares(store):
         watch(store, "nope")
 
 
-def test_lines_fit_the_terminal(store):
-    add(store, State.failed, "no luck " * 60)
-    lines = table(store, 60).splitlines()
-    assert 50 < max(map(len, lines)) <= 60
-    assert " ".join(" ".join(lines).split()).count("no luck") > 60, "told whole, below the table"
-
-
 def test_one_cell_in_two_studies_is_told_by_its_study(store, capsys):
     """Also in the commands that are printed: the digits alone would fit both."""
     failed = add(store, State.failed, "no luck", "study.name=first")

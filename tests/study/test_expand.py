@@ -8,7 +8,7 @@ from harness.config.errors import BadRequest
 from harness.config.overrides import check_overrides
 from harness.config.schema import StudyConfig
 from harness.study.cells import Point, expand, normalise
-from tests.support.mutants import each, found_by, slips
+from tests.support.mutants import each_found_by
 
 
 def points(study: StudyConfig, *words: str) -> list[Point]:
@@ -136,7 +136,9 @@ def test_a_study_of_too_many_cells_is_refused_before_they_are_made() -> None:
         expand(StudyConfig(grid={"optimizer.lr": rates}, replicates=9_999), [])
 
 
-SLIPS = slips("""
+test_a_mutant_is_found = each_found_by(
+    "Points of a study",
+    """
     the base wins: The base of a study wins over its axes
         study.cells.expand: arm |= assignment => arm = assignment | arm
     a typed axis multiplies: An axis of the file stays beside what is typed for it
@@ -157,12 +159,10 @@ SLIPS = slips("""
         study.cells.expand: if not points => if not axes
     the file's name: A study is called like its file, whatever it says
         study.cells.normalise: {"name": name, **raw} => {**raw, "name": name}
-""")
-
-
-@pytest.mark.parametrize("name", each("Points of a study", SLIPS))
-def test_a_mutant_is_found(name: str) -> None:
-    claims = test_arms, test_a_control_is_its_arm_with_the_controls_overrides, test_a_file_reads_as_yaml_is_written
-    found_by(
-        SLIPS[name], *claims, test_mistakes_in_a_file_are_told_at_once_with_hints, test_a_study_without_cells_is_refused
-    )
+    """,
+    test_arms,
+    test_a_control_is_its_arm_with_the_controls_overrides,
+    test_a_file_reads_as_yaml_is_written,
+    test_mistakes_in_a_file_are_told_at_once_with_hints,
+    test_a_study_without_cells_is_refused,
+)
