@@ -32,7 +32,7 @@ from harness.wandb_sync import sync
 from harness.worker.report import Reporter
 from tests.cli.damages import DAMAGES, SILENT, flip, flip_letter
 from tests.parity.edits import edit_json
-from tests.support.mutants import Slip, each, finds, slips
+from tests.support.mutants import Slip, each, finds
 from tests.support.programs import run_program
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -362,74 +362,64 @@ def test_a_reader_that_does_not_ask_is_noticed(name: str, damaged: Path, monkeyp
 # -- when it is written ------------------------------------------------------------------------------------------------
 
 
-def _ended(run: Path) -> bool:
-    status.write(run, replace(RunDir(run).status(), state=State.running, attempt=2))
-    (run / "attempts/2").mkdir()
-    (run / "metrics.jsonl").write_text("")
-    Reporter(run, 2, RankPlace(0, 1, 0, "", "torchrun")).ended(State.preempted, "asked to")
-    return checksums.damage(run) == {}
+def test_an_end_lists(copy: Path) -> None:
+    status.write(copy, replace(RunDir(copy).status(), state=State.running, attempt=2))
+    (copy / "attempts/2").mkdir()
+    (copy / "metrics.jsonl").write_text("")
+    Reporter(copy, 2, RankPlace(0, 1, 0, "", "torchrun")).ended(State.preempted, "asked to")
+    assert checksums.damage(copy) == {}
 
 
-def _runs_again(run: Path) -> bool:
-    """A run that was started again writes into its files, and nobody complains."""
-    status.write(run, replace(RunDir(run).status(), state=State.queued, attempt=2))
-    (run / "metrics.jsonl").write_text("")
-    return checksums.damage(run) is None
+def test_a_run_that_was_started_again_writes_into_its_files_and_nobody_complains(copy: Path) -> None:
+    status.write(copy, replace(RunDir(copy).status(), state=State.queued, attempt=2))
+    (copy / "metrics.jsonl").write_text("")
+    assert checksums.damage(copy) is None
 
 
-def _signed(run: Path) -> bool:
-    """A bisected version cannot ask git which commit it is."""
-    facts = json.loads((run / "provenance.json").read_text())
-    (run / "provenance.json").write_text(json.dumps({**facts, "git": None}))
-    checksums.renew(run)
+def test_a_bisected_version_is_signed(copy: Path) -> None:
+    """It cannot ask git which commit it is."""
+    edit_json(copy / "provenance.json", git=None)
+    checksums.renew(copy)
     version: Any = SimpleNamespace(version=SimpleNamespace(commit="0" * 40, asked="HEAD"))
-    Snapshot._sign(version, run)
-    return provenance.read(run)["git"]["sha"] == "0" * 40 and checksums.damage(run) == {}
+    Snapshot._sign(version, copy)
+    assert provenance.read(copy)["git"]["sha"] == "0" * 40
+    assert checksums.damage(copy) == {}
 
 
-def _starts_over(run: Path) -> bool:
-    (run / "attempts/2").mkdir()
-    RunDir(run).start_over(2)
-    return (run / "attempts/2/before" / checksums.CHECKSUMS).is_file() and not (run / checksums.CHECKSUMS).exists()
+def test_a_run_that_starts_over_takes_its_list_away(copy: Path) -> None:
+    (copy / "attempts/2").mkdir()
+    RunDir(copy).start_over(2)
+    assert (copy / "attempts/2/before" / checksums.CHECKSUMS).is_file()
+    assert not (copy / checksums.CHECKSUMS).exists()
 
 
-def _next_command(run: Path) -> bool:
-    """A damaged run is asked for once more; one whose configuration or status is damaged cannot be: it is shown."""
-    other, unclear = (Path(shutil.copytree(run, run.with_name(name))) for name in ("other", "unclear"))
-    damaged_summary(run)
-    (again,) = compare(run, other).commands
-    flip_letter(run / "config.yaml")
+def test_a_damaged_run_is_asked_for_once_more_and_one_that_cannot_be_is_shown(copy: Path) -> None:
+    """Its configuration or status is damaged."""
+    other, unclear = (Path(shutil.copytree(copy, copy.with_name(name))) for name in ("other", "unclear"))
+    damaged_summary(copy)
+    (again,) = compare(copy, other).commands
+    flip_letter(copy / "config.yaml")
     (unclear / status.FILE).write_text('{"state": "do')
-    shown = [compare(each, other).commands[0].split()[-2] for each in (run, unclear)]
-    return again.endswith("launch.rerun=always") and shown == ["show", "show"]
+    assert again.endswith("launch.rerun=always")
+    assert [compare(each, other).commands[0].split()[-2] for each in (copy, unclear)] == ["show", "show"]
 
 
-LIFE = slips("""
-    no list at an end: Nobody lists
-        worker.report.Reporter.ended: , checksums=checksums.write(self.run) =>
-        _ended
-    a list while it runs: Kept
-        store.status.write: replace(status, checksums="") if status.state in RESTARTS else status => status
-        _runs_again
-    signed in secret: A signature is damage
-        revisions.Snapshot._sign: checksums.renew(run) => pass
-        _signed
-    asked for again: What cannot say what it is is asked for again
-        parity.telling.wording._renewed: if any( => if False and any(
-        _next_command
-    left behind: A run that starts over keeps the list of what it was
-        store.rundir.RECORD: was[:-1]
-        _starts_over
-""")
-
-
-@pytest.mark.parametrize("name", LIFE)
-def test_the_list_is_that_of_the_last_end(name: str, copy: Path) -> None:
-    assert globals()[LIFE[name][1]](copy)
-
-
-@pytest.mark.parametrize("name", each(AREA, LIFE))
-def test_another_list_is_noticed(name: str, copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    slip, holds = LIFE[name]
-    slip.put(monkeypatch)
-    assert not globals()[holds](copy)
+test_another_list_is_noticed = finds(
+    AREA,
+    test_an_end_lists="""
+        no list at an end: Nobody lists
+            worker.report.Reporter.ended: , checksums=checksums.write(self.run) =>
+        a list while it runs: Kept
+            store.status.write: replace(status, checksums="") if status.state in RESTARTS else status => status
+            test_a_run_that_was_started_again_writes_into_its_files_and_nobody_complains
+        signed in secret: A signature is damage
+            revisions.Snapshot._sign: checksums.renew(run) => pass
+            test_a_bisected_version_is_signed
+        asked for again: What cannot say what it is is asked for again
+            parity.telling.wording._renewed: if any( => if False and any(
+            test_a_damaged_run_is_asked_for_once_more_and_one_that_cannot_be_is_shown
+        left behind: A run that starts over keeps the list of what it was
+            store.rundir.RECORD: was[:-1]
+            test_a_run_that_starts_over_takes_its_list_away
+    """,
+)

@@ -45,11 +45,11 @@ def _needs(choice: str) -> list[str]:
 
 
 OPTIONS = {group: options for group, options in load_catalog().items() if group != "study"}
-LEAVES = [f"{group}={option}" for group, options in OPTIONS.items() for option in options]
-OF_HYDRA = [
-    pytest.param(f"{group}={option}", marks=pytest.mark.full if number else ())
+LEAVES = [
+    pytest.param(f"{group}={option}", composer, marks=pytest.mark.full if number and composer is compose else ())
     for group, options in OPTIONS.items()
     for number, option in enumerate(options)
+    for composer in (composing.compose, compose)
 ]
 
 
@@ -60,18 +60,9 @@ def forked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("forked")
-@pytest.mark.parametrize("leaf", LEAVES)
-def test_every_option_composes(leaf: str) -> None:
-    """A file of conf/ as studies read it."""
-    holds_what_it_says(leaf, composing.compose)
-
-
-@pytest.mark.parametrize("leaf", OF_HYDRA)
-def test_every_option_composes_as_hydra_reads_it(leaf: str) -> None:
-    holds_what_it_says(leaf, compose)
-
-
-def holds_what_it_says(leaf: str, composer: Callable[[list[str]], Cell]) -> None:
+@pytest.mark.parametrize(("leaf", "composer"), LEAVES)
+def test_every_option_composes(leaf: str, composer: Callable[[list[str]], Cell]) -> None:
+    """A file of conf/ as studies read it, and as Hydra does."""
     group, option = leaf.split("=")
     cell = composer([leaf, *_needs(leaf), DRY])
     if group in ("model", "dtype", "engine", "optimizer", "fault"):

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy as TheirPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from harness.fsdp import MixedPrecisionPolicy, fully_shard as own_fully_shard, fully_shard_model, fully_shard_optimizer
+from tests.fsdp.pairs import STRATEGIES
 from tests.fsdp.ragged.calls import HALVES, REFUSED, cut, mesh_of
 from tests.support.spawn import run_ranks
 
@@ -74,9 +74,11 @@ def _as_it_is(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return optimizer
 
 
-def net() -> nn.Sequential:
+def partly_frozen() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2)))
+    layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3)]
+    layers[2].requires_grad_(False)
+    return nn.Sequential(*layers)
 
 
 def of_models(rank: int) -> dict[str, tuple[str, str]]:
@@ -84,7 +86,7 @@ def of_models(rank: int) -> dict[str, tuple[str, str]]:
     warnings.simplefilter("ignore")
     found = {}
     for name, act in OPERATIONS.items():
-        theirs, mine = (net().append(nn.Linear(WIDTH, WIDTH, bias=False).requires_grad_(False)) for _ in range(2))
+        theirs, mine = (partly_frozen() for _ in range(2))
         for part in (*theirs, theirs):
             fully_shard(part)
         model = fully_shard_model(mine, fsdp_unit_modules=[nn.Linear])
@@ -95,63 +97,45 @@ def of_models(rank: int) -> dict[str, tuple[str, str]]:
     return found
 
 
-SIZES: tuple[tuple[int, ...], ...] = ((2,), (1, 2), (2, 1))
+TRAININGS = (
+    *(((2,), strategy) for strategy in STRATEGIES),
+    ((1, 2), "optim_grads_params"),
+    ((2, 1), "optim_grads_params"),
+)
+"""Sizes of a mesh, the inner axis last, and a strategy."""
 
 
 def narrow(rank: int) -> list[str]:
-    """Three steps of an fp32 module under `param_dtype` and `reduce_dtype`: parameters that are not FSDP2's."""
-    meshes = [init_device_mesh("cpu", sizes, mesh_dim_names=("outer", "inner")[2 - len(sizes) :]) for sizes in SIZES]
-    return [f"{mesh.shape}: {name}" for mesh in meshes for name in _narrow(rank, mesh)]
-
-
-def _narrow(rank: int, mesh: DeviceMesh) -> list[str]:
-    theirs, mine, dtypes = net(), net(), {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
-    for part in (*theirs, theirs):
-        fully_shard(part, mesh=mesh, mp_policy=TheirPolicy(**dtypes))
-    model = own_fully_shard(mine, mesh=mesh, unit_modules=[nn.Linear], mp_policy=MixedPrecisionPolicy(**dtypes))
-    for each in (theirs, model):
-        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
-        for step in range(3):
-            out = each(torch.arange(2.0 * WIDTH).view(2, WIDTH) / 7 + rank + step)
-            assert out.dtype == torch.bfloat16
-            out.float().square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    wrong = [n for n, p in theirs.named_parameters() if not torch.equal(p.full_tensor(), dict(model.full_weights())[n])]
-    model.close()
+    """Trainings of an fp32 module under `param_dtype` and `reduce_dtype`, in which a frozen layer follows another one
+    slowly, that do not end with FSDP2's bits."""
+    dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    wrong = []
+    for sizes, strategy in TRAININGS:
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("outer", "inner")[2 - len(sizes) :])
+        theirs, mine = (partly_frozen() for _ in range(2))
+        for part in (*theirs, theirs):
+            fully_shard(part, mesh=mesh, mp_policy=TheirPolicy(**dtypes))
+        policy = MixedPrecisionPolicy(**dtypes)
+        model = own_fully_shard(mine, mesh=mesh, unit_modules=[nn.Linear], strategy=strategy, mp_policy=policy)
+        right, found = (trained(each, rank) for each in (theirs, model))
+        model.close()
+        if {value.dtype for value in found} != {torch.float32} or not all(map(torch.equal, right, found)):
+            wrong.append(f"{sizes}, {strategy}")
     return wrong
 
 
-def teacher(rank: int) -> list[str]:
-    """A frozen layer under `param_dtype` that follows another one slowly: strategies under which it does not end with
-    FSDP2's bits."""
-    return [strategy for strategy in ("no_shard", "optim", "optim_grads", "optim_grads_params") if _parts(strategy)]
-
-
-def _parts(strategy: str) -> bool:
-    found, dtypes = [], {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
-    for shards in (
-        lambda m: [fully_shard(part, mp_policy=TheirPolicy(**dtypes)) for part in (*m, m)][-1],
-        lambda m: own_fully_shard(
-            m, unit_modules=[nn.Linear], strategy=strategy, mp_policy=MixedPrecisionPolicy(**dtypes)
-        ),
-    ):
-        module = net()
-        module.append(nn.Linear(WIDTH, WIDTH, bias=False).requires_grad_(False))
-        model: Any = shards(module)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for step in range(3):
-            model(
-                torch.arange(2.0 * WIDTH).view(2, WIDTH) / 7 + dist.get_rank() + step
-            ).float().square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            with torch.no_grad():
-                model[2].weight.lerp_(model[0].weight, 1e-3)
-        values = [value.full_tensor() if isinstance(value, DTensor) else value for value in model.state_dict().values()]
-        found.append([value.clone() for value in values])
-    model.close()
-    return [each.dtype for each in found[1]] != [torch.float32] * 3 or not all(map(torch.equal, *found))
+def trained(model: Any, rank: int) -> list[Tensor]:
+    """Weights after three steps."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        out = model(torch.arange(2.0 * WIDTH).view(2, WIDTH) / 7 + rank + step)
+        assert out.dtype == torch.bfloat16
+        out.float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            model[2].weight.lerp_(model[0].weight, 1e-3)
+    return [(v.full_tensor() if isinstance(v, DTensor) else v).clone() for v in model.state_dict().values()]
 
 
 def of_tensors(rank: int) -> list[str]:
@@ -198,7 +182,3 @@ def test_a_policy_in_fsdp2_s_names_gives_fsdp2_s_bits() -> None:
 def test_torch_gets_no_other_call_right() -> None:
     for calls in run_ranks(of_tensors, 2):
         assert calls == ["p.t().mul_(2)", "p.view(-1).mul_(2)"]
-
-
-def test_frozen_weights_keep_their_bits_under_param_dtype() -> None:
-    assert run_ranks(teacher, 2) == [[], []]

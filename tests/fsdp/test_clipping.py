@@ -100,21 +100,6 @@ def test_what_cannot_be_clipped_is_refused_on_all_ranks() -> None:
         assert "norm of order inf for gradients" in largest
 
 
-def test_a_norm_that_is_no_number_is_told() -> None:
-    """As torch does without `error_if_nonfinite`, on every rank: the NaN lies on one."""
-    assert all(math.isnan(norm) for norm in run_ranks(nan_norm, 2))
-
-
-def nan_norm(rank: int) -> float:
-    model = built(rank, Pair("optim_grads_params", ""))
-    model.finish_grad_sync()
-    if rank == 1:
-        model.engine.buckets[0].grad_shards[0][0] = math.nan
-    found = model.grad_norm()
-    model.close()
-    return found
-
-
 def after_nan(rank: int, pairs: tuple[Pair, ...]) -> list[tuple[float, Found]]:
     """The norm of a step whose loss is no number, which was clipped; then the next step, clipped."""
     found = []

@@ -247,15 +247,6 @@ def check(case: Case, found: Evidence) -> None:
     assert min(found.norms) > CLIP, "clipping must act"
 
 
-@pytest.mark.parametrize("triples", [False, True])
-def test_the_cases_hold_every_pair_and_every_triple_of_a_reduction(triples: bool) -> None:
-    places, size = (REDUCTION, 3) if triples else (range(len(NAMES)), 2)
-    points = [[(place, point[place]) for place in places] for point in covering_points(triples)]
-    found = {held for point in points for held in itertools.combinations(point, size)}
-    factors = [len(FACTORS[NAMES[place]]) for place in places]
-    assert len(found) == sum(map(math.prod, itertools.combinations(factors, size)))
-
-
 ROLES = {
     "fp32/fp32/fp32/bf16/fp32": {"grads": "bf16", "wire": "fp32", "accum": "bf16", "main": "fp64"},
     "bf16/fp32/bf16/fp32/fp64": {"compute": "fp32", "grads": "fp32", "wire": "fp16"},

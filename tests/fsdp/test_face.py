@@ -171,9 +171,6 @@ sys.exit(f"{loaded}, torch: {'torch' in sys.modules}" if loaded != words or "tor
     assert done.returncode == 0, done.stderr
 
 
-DOCS = Path(__file__).parents[2] / "docs"
-
-
 # -- the guide to knobs ------------------------------------------------------------------------------------------------
 
 
@@ -202,7 +199,7 @@ def knob(line: str) -> Knob:
 
 
 def rows(heading: str) -> list[Knob]:
-    section = re.search(rf"\n## {heading}\n(.*?)(\n## |\Z)", (DOCS / "engine_knobs.md").read_text(), re.DOTALL)
+    section = re.search(rf"\n## {heading}\n(.*?)(\n## |\Z)", (ROOT / "docs/engine_knobs.md").read_text(), re.DOTALL)
     assert section is not None
     return [knob(line) for line in section[1].splitlines() if line.startswith("| ") and "| entry |" not in line]
 

@@ -13,13 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from harness.fsdp import Observer, fully_shard
+from harness.fsdp import Observer
 from harness.fsdp.comm import events, mesh
 from harness.private_torch import backends_of, timeout_of
 from harness.watchdog import watchdog
 from tests.fsdp.pairs import STRATEGIES
-from tests.fsdp.test_api import Block, sgd
-from tests.fsdp.test_ended_ranks import GENEROUS_S, LIMIT_S, Stoppable, Told, agree, build, provoke, step
+from tests.fsdp.test_ended_ranks import GENEROUS_S, LIMIT_S, Told, agree, build, provoke, step
 from tests.fsdp.trial import TRANSPORTS
 from tests.support.covering import once
 from tests.support.mutants import Slip, each
@@ -230,12 +229,8 @@ def test_watching_changes_no_bit_and_ends_with_the_model() -> None:
 
 
 @pytest.mark.usefixtures("group_of_one")
-def test_off_there_is_nothing_and_a_limit_is_positive() -> None:
-    model, other = Stoppable(), Stoppable()
-    wrapped, _ = fully_shard(model, sgd(model), fsdp_unit_modules=[Block])
-    assert wrapped.engine.watchdog is None
-    with pytest.raises(ValueError, match=r"watchdog_timeout_s=0 is out of range; valid are above 0, .* or None"):
-        fully_shard(other, sgd(other), watchdog_timeout_s=0)
+def test_off_there_is_nothing() -> None:
+    assert build(None, "optim")[1].engine.watchdog is None
 
 
 # -- collectives that are compared before their data moves -------------------------------------------------------------

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import shutil
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
 import pytest
 import yaml
 from hydra import initialize_config_dir
-from hydra._internal.hydra import Hydra
 from hydra.core.global_hydra import GlobalHydra
 from hydra.types import RunMode
 
 from harness.config.catalog import ROOT, load_catalog, read_option
-from harness.config.compose import compose, register
+from harness.config.compose import compose, hydra_begun, register
 from harness.config.errors import BadRequest
 from harness.config.overrides import hydra_words
 from harness.config.schema import Config, EngineName, MeasureMode
@@ -30,27 +27,15 @@ from harness.study.request import cells_of
 from tests.support.mutants import finds
 
 
-@contextmanager
-def begun() -> Iterator[Hydra]:
-    """Hydra, as `run.py` begins it."""
-    register()
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        instance = GlobalHydra.instance().hydra
-        assert instance is not None
-        yield instance
-
-
-@pytest.fixture
-def hydra() -> Iterator[Hydra]:
-    with begun() as instance:
-        yield instance
-
-
-def ask(hydra: Hydra, *words: str) -> Desired:
-    """What `run.py -m WORDS` asks for."""
+def ask(*words: str, root: Path = ROOT) -> Desired:
+    """What `run.py -m WORDS` asks for, with the files of `conf/` in `root`."""
     cells.register(words)
-    master = hydra.compose_config("config", hydra_words(words), RunMode.MULTIRUN)
-    return cells_of(hydra.config_loader, master, list(words))
+    register()
+    with initialize_config_dir(str(root / "conf"), version_base="1.3"):
+        loader = GlobalHydra.instance().config_loader()
+        return cells_of(
+            loader, loader.load_configuration("config", hydra_words(words), RunMode.MULTIRUN), cells.as_asked(words)
+        )
 
 
 NARROWED = {"engine_step_time": "train.replicate=0,1", "engines": "dtype=fp32"}
@@ -64,8 +49,7 @@ def shipped(study: str, *, whole: bool = False) -> Desired:
     """What `run.py -m study=STUDY` asks for."""
     narrowed = () if whole or study not in NARROWED else (NARROWED[study],)
     started = ("launch.dry_run=true",) if study in PLANNED else ()
-    with begun() as instance:
-        return ask(instance, f"study={study}", *narrowed, *started)
+    return ask(f"study={study}", *narrowed, *started)
 
 
 OVERRIDES = [
@@ -83,11 +67,11 @@ OVERRIDES = [
 ]
 
 
-def test_the_fast_way_gives_what_hydra_gives(hydra: Hydra) -> None:
-    master = hydra.compose_config("config", [], RunMode.MULTIRUN)
-    composer = Composer(hydra.config_loader, master)
-    fast = [composer.cell(overrides) for overrides in OVERRIDES * 2]
-    GlobalHydra.instance().clear()
+def test_the_fast_way_gives_what_hydra_gives() -> None:
+    with hydra_begun():
+        loader = GlobalHydra.instance().config_loader()
+        composer = Composer(loader, loader.load_configuration("config", [], RunMode.MULTIRUN))
+        fast = [composer.cell(overrides) for overrides in OVERRIDES * 2]
     assert [cell.config for cell in fast[: len(OVERRIDES)]] == [compose(o).config for o in OVERRIDES]
     assert fast[len(OVERRIDES) :] == fast[: len(OVERRIDES)], "a cell leaves no trace in the next"
 
@@ -130,20 +114,20 @@ def test_every_shipped_study_expands_and_has_its_controls(study: str, whole: boo
     assert [load_config(cell.config) for cell in (first, last)] == [first.typed, last.typed], "as a rank reads it"
 
 
-def test_the_command_line_narrows_a_study_and_its_control_stays(hydra: Hydra) -> None:
-    wanted = ask(hydra, "study=strategies", "sharding=optim", "train.steps=5")
+def test_the_command_line_narrows_a_study_and_its_control_stays() -> None:
+    wanted = ask("study=strategies", "sharding=optim", "train.steps=5")
     assert [c.typed.sharding.strategy.name for c in wanted.cells] == ["no_shard", "optim"]
     assert {c.typed.train.steps for c in wanted.cells} == {5}
     assert wanted.controls == {wanted.cells[1].signature: wanted.cells[0].signature}
 
 
-def test_the_same_cell_asked_for_twice_is_one(hydra: Hydra) -> None:
-    assert len(ask(hydra, "sharding=optim,optim", "train.seed=0,0").cells) == 1
+def test_the_same_cell_asked_for_twice_is_one() -> None:
+    assert len(ask("sharding=optim,optim", "train.seed=0,0").cells) == 1
 
 
-def test_violations_of_many_cells_are_told_once_with_their_count(hydra: Hydra) -> None:
+def test_violations_of_many_cells_are_told_once_with_their_count() -> None:
     with pytest.raises(BadRequest) as caught:
-        ask(hydra, "engine=ddp,native", "sharding=optim_grads,no_shard", "train.steps=0")
+        ask("engine=ddp,native", "sharding=optim_grads,no_shard", "train.steps=0")
     texts = [str(v) for v in caught.value.violations]
     assert len(texts) == 2
     assert "(in 1 of 4 cells)" in next(t for t in texts if "sharding" in t)
@@ -160,9 +144,9 @@ def test_violations_of_many_cells_are_told_once_with_their_count(hydra: Hydra) -
         (["study=parity_pair,strategies"], "several studies"),
     ],
 )
-def test_a_request_is_carried_out_in_one_way(words: list[str], told: str, hydra: Hydra) -> None:
+def test_a_request_is_carried_out_in_one_way(words: list[str], told: str) -> None:
     with pytest.raises(BadRequest, match=told):
-        ask(hydra, *words)
+        ask(*words)
 
 
 def test_a_frozen_cell_again_is_the_same_run_and_changed_as_if_asked_for() -> None:
@@ -226,12 +210,10 @@ def test_the_study_of_step_time_is_whole_blocks_of_both_regimes(whole: bool, blo
     assert all(block[arm] == block[control] for arm, control in wanted.controls.items()), "arms are paired by block"
 
 
-def test_a_set_of_timed_jobs_is_refused_and_one_is_not(
-    hydra: Hydra, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_set_of_timed_jobs_is_refused_and_one_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "sbatch").touch(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     words = ("measure=bench", "cluster=slurm")
     with pytest.raises(BadRequest, match="inside one allocation"):
-        ask(hydra, *words, "train.replicate=0,1")
-    assert len(ask(hydra, *words).cells) == 1
+        ask(*words, "train.replicate=0,1")
+    assert len(ask(*words).cells) == 1

@@ -7,17 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hydra import initialize_config_dir
-from hydra.core.global_hydra import GlobalHydra
-from hydra.types import RunMode
 
 from harness.cli.failure import REQUEST_ERRORS, explained
 from harness.config import catalog
-from harness.config.compose import register
 from harness.config.errors import BadRequest
-from harness.config.overrides import check_overrides, hydra_words
-from harness.study import cells
-from harness.study.request import cells_of
+from harness.config.overrides import check_overrides
+from tests.study.test_cells import ask
 from tests.support.mutants import finds
 
 
@@ -30,20 +25,6 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     catalog._catalog.cache_clear()
     yield tmp_path
     catalog._catalog.cache_clear()
-
-
-def refusal(checkout: Path, *words: str) -> str:
-    register()
-    with initialize_config_dir(str(checkout / "conf"), version_base="1.3"):
-        hydra = GlobalHydra.instance().hydra
-        assert hydra is not None
-        try:
-            cells.register(words)
-            master = hydra.compose_config("config", hydra_words(words), RunMode.MULTIRUN)
-            cells_of(hydra.config_loader, master, list(words))
-        except REQUEST_ERRORS as error:
-            return explained(error)
-    pytest.fail("DID NOT RAISE")
 
 
 @pytest.mark.parametrize(
@@ -68,7 +49,9 @@ def refusal(checkout: Path, *words: str) -> str:
 def test_a_mistake_in_a_file_names_the_file(file: str, content: str, told: list[str], checkout: Path) -> None:
     (checkout / file).write_text(content)
     group = "study" if file.startswith("sweeps") else "train"
-    message = refusal(checkout, f"{group}=mine")
+    with pytest.raises(REQUEST_ERRORS) as caught:
+        ask(f"{group}=mine", root=checkout)
+    message = explained(caught.value)
     assert message.startswith("bad request:")
     for part in told:
         assert part in message
@@ -77,7 +60,13 @@ def test_a_mistake_in_a_file_names_the_file(file: str, content: str, told: list[
 
 def test_a_study_of_ones_own_is_named_in_conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As run.py asks: Hydra is told a name of ours, and what is recorded is what was typed."""
-    asked_for_by(tmp_path / "conf/study/my seeds.yaml", "study='my seeds'", monkeypatch, tmp_path)
+    (tmp_path / "conf/study").mkdir(parents=True)
+    study = "name: mine\ngrid: {train.seed: [1, 2], model: tiny}\nbase: {data: synthetic}\n"
+    (tmp_path / "conf/study/my seeds.yaml").write_text(study)
+    monkeypatch.chdir(tmp_path)
+    found = ask("study='my seeds'", "train.steps=3", "train.warmup_steps=0").cells
+    assert [(cell.study, cell.config["train"]["seed"]) for cell in found] == [("mine", 1), ("mine", 2)]
+    assert all("study='my seeds'" in cell.overrides for cell in found)
     with pytest.raises(BadRequest, match=r"fix:   a file conf/study/NAME\.yaml, and study=NAME"):
         check_overrides(["study=./mine.yaml"], multirun=True)
 
@@ -91,22 +80,3 @@ test_a_mutant_is_found = finds(
             ^BadRequest: .*(.|\\n)*axes, like
     """,
 )
-
-
-def asked_for_by(file: Path, word: str, monkeypatch: pytest.MonkeyPatch, here: Path) -> None:
-    """Write a study, ask for it as run.py does, and look at its cells."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text("name: mine\ngrid: {train.seed: [1, 2], model: tiny}\nbase: {data: synthetic}\n")
-    monkeypatch.chdir(here)
-    typed = [word, "train.steps=3", "train.warmup_steps=0"]
-    check_overrides(typed, multirun=True)
-    words = hydra_words(typed)
-    cells.register(typed)
-    register()
-    with initialize_config_dir(str(catalog.ROOT / "conf"), version_base="1.3"):
-        hydra = GlobalHydra.instance().hydra
-        assert hydra is not None
-        master = hydra.compose_config("config", words, RunMode.MULTIRUN)
-        wanted = cells_of(hydra.config_loader, master, cells.as_asked(words))
-    assert [(cell.study, cell.config["train"]["seed"]) for cell in wanted.cells] == [("mine", 1), ("mine", 2)]
-    assert all(typed[0] in cell.overrides for cell in wanted.cells)
