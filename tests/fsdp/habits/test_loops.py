@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import copy
-import time
-from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad_norm_
 
-from tests.fsdp.checked import each_holds, each_is_found, of_slips, said
+from tests.fsdp.checked import each_holds, each_is_found, of_slips
 from tests.fsdp.habits.world import (
     Habits,
     Net,
     Run,
-    data,
     differing,
     mean_square,
     momentum,
-    plain_sgd,
     run_of,
 )
 
@@ -61,25 +56,6 @@ def evaluating_with_gradients(rank: int, strategy: str) -> list[str]:
     return [] if peaks[0] == peaks[1] else [f"peaks of {peaks} bytes"]
 
 
-class Objective(Net):
-    def objective(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(self.hidden(x)).square().mean()
-        return out
-
-
-@CHECKS.right(Objective)
-def training_by_a_method(run: Run) -> list[str]:
-    """It is a forward also to what is frozen and unfrozen between steps."""
-    run.model.first.requires_grad_(False)
-    if not run.is_plain:
-        run.model.register_forward_methods("objective")
-    run.train(1, lambda model, x: model.objective(x))
-    run.model.requires_grad_(True)
-    run.train(2, lambda model, x: model.objective(x))
-    through = torch.func.grad(lambda x: run.model.objective(x))
-    return [] if run.is_plain else said(lambda: through(run.data(0)), Exception, r"torch\.func transforms")
-
-
 @CHECKS.right()
 def stepping_on_zeros(run: Run) -> float:
     """A step without a backward does nothing, but where `set_to_none=False` has left gradients of zeros."""
@@ -90,25 +66,6 @@ def stepping_on_zeros(run: Run) -> float:
             run.optimizer.step()
             run.optimizer.zero_grad(set_to_none=set_to_none)
     return 0.0 if run.is_plain else float(run.model.grad_norm())
-
-
-@CHECKS.check
-def looking_before_a_step(rank: int, strategy: str) -> list[str]:
-    """A rank that steps after a forward waits for those that are in it yet, and read the weights that it updates."""
-
-    def look(run: Run, clip: Any) -> Tensor:
-        mean_square(run.model, run.data(0)).backward()
-        clip(0.1)
-        seen: Tensor = run.model(data([rank], 1))
-        run.optimizer.step()
-        return seen
-
-    plain, run = Net(), run_of(Net, rank, strategy, plain_sgd)
-    run.module.first.register_forward_hook(lambda *_: time.sleep(0.2 * rank))
-    expected = look(Run(plain, plain, plain_sgd(plain), (0, 1)), partial(clip_grad_norm_, plain.parameters()))
-    seen = look(run, run.model.clip_grad_norm_)
-    same = torch.allclose(seen, expected, atol=1e-5)
-    return differing(run.model, plain) + ([] if same else ["a forward with updated weights"])
 
 
 # -- optimizers, and what hangs on one ---------------------------------------------------------------------------------

@@ -70,17 +70,12 @@ class Tree(Block):
         return super().forward(torch.tanh(x))
 
 
-def scaled(model: Any, x: Tensor) -> Tensor:
-    out: Tensor = (model(x) * model.scale.exp()).square().mean()
-    return out
-
-
 class Collecting(Block):
-    """A unit that writes to an argument, as auxiliary losses and caches do."""
+    """A unit that writes to an argument, as auxiliary losses and caches do, a loss whose backward needs its weights."""
 
     def forward(self, x: Tensor, bag: list[Tensor], pair: tuple[Tensor, int], *, extra: Tensor) -> Tensor:
         x = x + self.linear(x) * pair[0] + extra
-        bag.append(x.square().mean(-1, keepdim=True))
+        bag.append(self.out(self.linear(x)).square().mean(-1, keepdim=True))
         return x
 
 
@@ -129,14 +124,12 @@ def in_parts(model: Any, x: Tensor) -> Tensor:
     return out
 
 
-OF_SCALE = {"scale": lambda: nn.Parameter(torch.tensor(0.3))}
 OF_IGNORING = {"root": Ignoring, "z": lambda: nn.Parameter(torch.zeros(1))}
 CHECKS |= {
     # a third step diverges, and rounding with it
     "handing_on": alike(net(units=(Block, Positions), positions=Positions, hidden=positioned), training(2)),
     "returning_leaves": alike(Telling, training(loss=of_weight)),
     "recursing": alike(net(first=Tree)),
-    "a_parameter_after_the_forward": alike(net(**OF_SCALE), training(2, scaled)),
     "writing_to_arguments": alike(net(units=(Collecting,), first=Collecting, second=Collecting, hidden=collected)),
     "an_unused_input_of_a_unit_called_root": alike(net(units=(Block, Ignoring), hidden=rooted, **OF_IGNORING)),
     "calling_units": alike(Net, training(loss=in_parts)),
@@ -287,6 +280,10 @@ MUTANTS = of_slips(
     unseen calls: Calls that no hook sees are noted for ever
         fsdp.runtime.readiness.Readiness.forget_unseen: lambda *_, **__: None
         boxing
+    [Hidden tensors]
+    next unit waits for its outputs: A unit is unsharded only for gradients of its outputs, not of what it left behind
+        fsdp.runtime.gather.GatherPipeline.unshard_next: lambda *_, **__: None
+        writing_to_arguments
     [The engine, by methods beside forward]
     units alone: A unit that is called by itself computes with weights of before the update
         fsdp.runtime.hooks.Hooks.is_inside: True

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from harness.fsdp import MixedPrecisionPolicy, fully_shard, fully_shard_model
-from tests.fsdp.checked import ZERO3, each_holds, each_is_found, of_slips, said
+from tests.fsdp.checked import each_holds, each_is_found, of_slips, said
 from tests.fsdp.habits.world import Habits, Net, Run, alike, data, mean_square, plain_sgd, run_of, sharded, training
 
 CHECKS = Habits()
@@ -85,30 +85,6 @@ def transforms(rank: int, strategy: str) -> list[str]:
         found += said(lambda: model(twofold), NotImplementedError, "forward mode AD")  # torch's
     run.train(1)
     return found
-
-
-class Attentive(nn.Module):
-    """out_proj is a Linear, and its weight is read without a call of it."""
-
-    units = (nn.Linear,)
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.attention, self.out = nn.MultiheadAttention(6, 2, batch_first=True), nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.view(-1, 4, 6)
-        out: Tensor = self.out(self.attention(x, x, x)[0])
-        return out
-
-
-@CHECKS.check
-def attention(rank: int, strategy: str) -> list[str]:
-    """Right while weights are whole, or refused."""
-    train = partial(alike(Attentive), rank, strategy)
-    refused = ("sharded one, .*", "`fully_shard` both together")
-    return said(train, RuntimeError, *refused) if strategy == ZERO3 else train()
 
 
 class Editing(nn.Module):

@@ -186,5 +186,10 @@ FOUND = {
         pieces=("DroppedApart",), zero="zeros", strategy="optim", optimizer="momentum"
     ),
     "zeros are kept through a load": _named(pieces=("InTurns",), zero="zeros", strategy="no_shard", aside="saves"),
+    "weights of a unit whose inputs no hook sees": _named(pieces=("Mlp", "Mlp"), carry="dict", freezing="first_layers"),
+    "a unit that takes and gives objects": _named(pieces=("Mlp", "Mlp"), carry="object", freezing="first_layers"),
+    "two calls of each unit in a double buffer": _named(
+        pieces=("Mlp", "Mlp", "Mlp"), loop="two_forwards", choice="double_buffer", freezing="first_layers"
+    ),
 }
-"""Programs that this generator found to be wrong, or to hang, as short as they still were."""
+"""Programs that were wrong, or hung, as short as they still were."""

@@ -17,6 +17,7 @@ FREEZING = {
     "all_but_adapters": "for name, p in model.named_parameters():\n    p.requires_grad_('adapter' in name)",
     "biases_only": "for name, p in model.named_parameters():\n    p.requires_grad_('bias' in name)",
     "first_piece": "model.pieces[0].requires_grad_(False)",
+    "first_layers": "for name, p in model.pieces.named_parameters():\n    p.requires_grad_('up' not in name)",
 }
 LATE = "model.norm"
 """What `add_param_group` brings in later, and a second optimizer has."""

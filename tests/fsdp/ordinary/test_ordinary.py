@@ -20,14 +20,14 @@ import pytest
 from harness.fsdp.runtime.gather import GatherPipeline
 from harness.fsdp.runtime.gradient_sync import Usage
 from harness.fsdp.storage.gradients import Gradients
-from tests.fsdp.checked import BROKEN
+from tests.fsdp.checked import BROKEN, areas_of
 from tests.fsdp.ordinary.judging import Verdict, judge
 from tests.fsdp.ordinary.program import AXES, COUNT, FOUND, Program, covering_seeds, draw
 from tests.fsdp.ordinary.running import Outcome, Trained, attempt, reference, run
 from tests.fsdp.ordinary.source import text_of
 from tests.fsdp.pairs import STRATEGIES
 from tests.support.covering import BATCH, once
-from tests.support.mutants import each
+from tests.support.mutants import slips
 
 ASKED = os.environ.get("ORDINARY", str(COUNT))
 SEEDS = range(*map(int, ASKED.split(":"))) if ":" in ASKED else range(int(ASKED))
@@ -116,11 +116,12 @@ def _root_last(self: GatherPipeline) -> None:
 
 @dataclass(frozen=True)
 class Mutant:
-    """breaks: the mistake. patch: makes it. programs: of which one is to find it."""
+    """breaks: the mistake. patch: makes it. programs: of which one is to find it. area: in the ledger."""
 
     breaks: str
     patch: Callable[[], Any]
     programs: list[Program]
+    area: str = "Ordinary programs"
 
 
 def few(shows: Callable[[Program], bool], most: int = 3) -> list[Program]:
@@ -148,6 +149,21 @@ MUTANTS = {
         lambda: mock.patch.object(GatherPipeline, "pre_backward", _root_last),
         [FOUND["a forward between forward and backward, where ranks use different units"]],
     ),
+} | {
+    name: Mutant(slip.breaks, slip.patched, [FOUND[program]], "Hidden tensors")
+    for name, (slip, program) in slips(
+        """
+    order is not asked: A unit whose inputs no hook sees is released when its last gradient has come
+        fsdp.runtime.readiness.Readiness.enter: lambda *_, **__: None
+        weights of a unit whose inputs no hook sees
+    unseen units are released: A unit of which neither inputs nor outputs can be seen is released after its forward
+        fsdp.runtime.gather.GatherPipeline.keep: lambda *_, **__: None
+        a unit that takes and gives objects
+    resting units stay: A unit between two of its calls in one backward keeps the buffer that another one needs
+        fsdp.runtime.backward_hooks.BackwardHooks._call_passed: BackwardHooks._end_if_over
+        two calls of each unit in a double buffer
+        """
+    ).items()
 }
 
 
@@ -163,7 +179,7 @@ def mutated() -> dict[str, list[Verdict]]:
     return {name: [_verdict(p, ranks) for (n, p), ranks in ran if n == name] for name in MUTANTS}
 
 
-@pytest.mark.parametrize("name", each("Ordinary programs", MUTANTS))
+@pytest.mark.parametrize("name", areas_of(MUTANTS))
 def test_a_planted_fault_is_found(name: str) -> None:
     wrong = [verdict.sentence for verdict in mutated()[name] if verdict.kind == "wrong"]
     assert wrong
