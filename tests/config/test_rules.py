@@ -68,6 +68,25 @@ dtype=fp8_block model=tiny_wide mesh.tp=2 mesh.world_size=2 | dtype.fp8 | mesh.t
 data=synthetic mesh.tp=3 model.vocab_size=4 | model.vocab_size | model.vocab_size=6 |
 dtype=fp8_current sharp=dp | dtype.fp8 | sharp=none | dtype=fp8_current
 dtype=fp64 dtype.fp8=current | dtype.compute | dtype.compute=bf16 | dtype=fp32 dtype.fp8=current
+engine=fsdp1 dtype=bf16 sharding=no_shard | dtype.compute | dtype.allow_low_precision_grads=true |
+    engine=fsdp1 dtype=bf16 sharding=no_shard train.global_batch_size=8
+engine=fsdp2 dtype=bf16_comm sharding=hsdp mesh=two_by_two train.global_batch_size=32 | dtype.grad_comm |
+    until the outer axis reduces | engine=fsdp1 dtype=bf16_comm sharding=hsdp mesh=two_by_two
+engine=ddp dtype=fp64 dtype.grad_comm=fp32 | dtype.grad_comm | dtype.grad_comm=fp64 |
+    engine=ddp dtype=fp64 dtype.grad_comm=bf16
+engine=deepspeed sharding=no_shard | sharding.strategy | does not shard this way |
+engine=deepspeed dtype=bf16_pure | dtype.main_params | does not keep main weights and gradients in this dtype |
+engine=deepspeed model=odd | model.skip_idle | hangs |
+engine=deepspeed model=odd mesh=one | model.skip_idle | updates them by their last step's gradient again |
+engine=deepspeed numerics=ordered | numerics.mode | cannot promise this order |
+optimizer=muon engine=fsdp2 | optimizer | engine=native |
+optimizer=muon engine=fsdp1 | optimizer | engine=ddp |
+optimizer=muon engine=deepspeed | optimizer | steps parts of matrices |
+optimizer=muon engine=megatron_fsdp | optimizer | is not taken by engine=megatron_fsdp |
+optimizer=muon dtype=bf16_pure numerics=ordered | optimizer.name | optimizer=adamw |
+optimizer=muon optimizer.ns_coefficients=[1,2] | optimizer.ns_coefficients | three numbers |
+optimizer=muon optimizer.ns_steps=100 | optimizer.ns_steps | 0 to 99 |
+optimizer=muon optimizer.adjust_lr_fn=match | optimizer.adjust_lr_fn | match_rms_adamw |
 engine=fsdp2 dtype=fp16 | dtype.loss_scale | engine=native | dtype=fp16
 dtype=fp16 engine.report_nan_in_param_grad=true | engine.report_nan_in_param_grad |
     dtype.loss_scale=none | dtype=bf16 engine.report_nan_in_param_grad=true

@@ -8,13 +8,11 @@ import warnings
 import pytest
 import torch
 
-from harness.config.errors import BadRequest
 from harness.engines.adapters.fsdp1 import KNOWN_WARNINGS
 from harness.engines.protocol import Ranks, engine_class
 from harness.models.workload import workload_for
 from tests.engines.conformance.trial import Evidence
 from tests.fsdp.trial import Case, run_case, run_cases
-from tests.support.composing import compose
 from tests.support.spawn import run_ranks
 
 SHARDED = (
@@ -42,46 +40,6 @@ def test_where_sums_over_microbatches_have_16_bits() -> None:
     two = [Case(*peer, 2, 3, optimizer="sgd", dtype="bf16_comm", outer=o, steps=1) for peer in SHARDED for o in (1, 2)]
     found = run_ranks(run_cases, 2, two)[0]
     assert {(c.engine, c.outer) for c, r in zip(two, found, strict=True) if in_16_bits(r)} == {("fsdp2", 2)}
-
-
-def violated(*overrides: str) -> list[str]:
-    with pytest.raises(BadRequest) as caught:
-        compose(["launch.dry_run=true", *overrides])
-    return [str(violation) for violation in caught.value.violations]
-
-
-HYBRID = "sharding=hsdp mesh=two_by_two train.global_batch_size=32"
-
-
-@pytest.mark.parametrize(
-    ("common", "refused", "clean"),
-    [
-        ("engine=fsdp1 dtype=bf16", "sharding=no_shard", "sharding=optim_grads"),
-        ("engine=fsdp1 dtype=bf16 sharding=no_shard", "", "train.global_batch_size=8"),
-        ("engine=fsdp1 dtype=bf16 sharding=no_shard", "", "dtype.allow_low_precision_grads=true"),
-        ("engine=fsdp1 sharding=no_shard", "dtype=bf16", "dtype=fp32"),
-        (f"engine=fsdp2 {HYBRID}", "dtype=bf16_comm", "dtype=bf16"),
-        (f"engine=fsdp2 dtype=bf16_comm {HYBRID}", "", "dtype.allow_low_precision_grads=true"),
-        (f"dtype=bf16_comm {HYBRID}", "engine=fsdp2", "engine=fsdp1"),
-        ("engine=ddp dtype=fp64", "dtype.grad_comm=fp32", "dtype.grad_comm=bf16"),
-        ("engine=ddp", "sharding=optim_grads", "sharding=no_shard"),
-        ("engine=fsdp2", "sharding=optim", "sharding=optim_grads"),
-    ],
-)
-def test_what_an_engine_does_not_do_is_refused_before_ranks_start(common: str, refused: str, clean: str) -> None:
-    assert len(violated(*common.split(), *refused.split())) == 1
-    compose(["launch.dry_run=true", *common.split(), *clean.split()])
-
-
-def test_the_refusals_say_what_to_do() -> None:
-    (waits,) = violated("engine=fsdp1", "sharding=no_shard", "dtype=bf16")
-    assert "dtype.compute=bf16" in waits
-    assert "allow_low_precision_grads=true" in waits
-    (wire,) = violated(
-        "engine=fsdp2", "sharding=hsdp", "mesh=two_by_two", "dtype=bf16_comm", "train.global_batch_size=32"
-    )
-    assert "dtype.grad_comm=bf16" in wire
-    assert "outer axis" in wire
 
 
 def _warnings(rank: int, cases: list[Case]) -> list[str]:
