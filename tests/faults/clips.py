@@ -11,7 +11,7 @@ from torch import Tensor
 from harness.fsdp.storage.param_group import ParamGroup
 from harness.fsdp.update import norms
 from tests.faults.corpus import SGD, ZERO1, ZERO2, ZERO3
-from tests.faults.site import Site, fault
+from tests.faults.site import Site, fault_2
 from tests.faults.update import rows_of
 
 
@@ -30,23 +30,21 @@ def _clipped_by(site: Site, choose: Callable[[list[ParamGroup], Tensor], Tensor]
     site.around(norms, "clip_gradients", wrapped, always=True)
 
 
-@fault(
+@fault_2(
     "each rank clips by the norm of its own shard",
     "clipping",
     cell=(ZERO3, "optimizer.clip_norm=0.1", SGD),
     strategies=("optim", "optim_grads", "optim_grads_params"),
     report="sgl-project/SpecForge PR 663",
-    edition=2,
 )
 def F39_clipped_by_own_norm(site: Site) -> None:
     _clipped_by(site, lambda buckets, _: _squares([shard for each in buckets for shard in each.grad_shards]).sqrt())
 
 
-@fault(
+@fault_2(
     "gradients are clipped by the norm of the step before, which is there already",
     "clipping",
     cell=(ZERO2, "optimizer.clip_norm=0.1", SGD),
-    edition=2,
 )
 def stale_clip(site: Site) -> None:
     past: list[Tensor] = []
@@ -58,12 +56,11 @@ def stale_clip(site: Site) -> None:
     _clipped_by(site, before)
 
 
-@fault(
+@fault_2(
     "each parameter group is clipped by its own norm",
     "clipping",
     cell=(ZERO1, "optimizer.clip_norm=0.1", SGD),
     report="huggingface/transformers PR 614",
-    edition=2,
 )
 def F40_clipped_by_group(site: Site) -> None:
     """The norm that is logged is right."""
@@ -85,11 +82,10 @@ def _coefficient(norm: Tensor, max_norm: float) -> float:
     return min(1.0, max_norm / (float(norm) + 1e-6))
 
 
-@fault(
+@fault_2(
     "the norm leaves the embedding's gradient out: clipping is too weak",
     "clipping",
     cell=(ZERO3, "optimizer.clip_norm=0.1", SGD),
-    edition=2,
 )
 def norm_without_embedding(site: Site) -> None:
     """The first bucket's share of the squares is missing."""

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.faults.corpus import K2, ZERO0, ZERO1, ZERO2, ZERO3
-from tests.faults.site import Site, fault, rounded, share
+from tests.faults.site import Site, fault_2, rounded, share
 
 
 def _tables(site: Site) -> tuple[Tensor, Tensor]:
@@ -18,13 +18,7 @@ def _tables(site: Site) -> tuple[Tensor, Tensor]:
     return site.model.module.cos_SE, site.model.module.sin_SE
 
 
-@fault(
-    "rotary tables are kept in 16 bits",
-    "forward",
-    cell=(ZERO3,),
-    report="huggingface/transformers PR 29285",
-    edition=2,
-)
+@fault_2("rotary tables are kept in 16 bits", "forward", cell=(ZERO3,), report="huggingface/transformers PR 29285")
 def F33_rotary_in_16_bits(site: Site) -> None:
     def change() -> None:
         for table in _tables(site):
@@ -33,11 +27,10 @@ def F33_rotary_in_16_bits(site: Site) -> None:
     site.once(change)
 
 
-@fault(
+@fault_2(
     "positions begin anew in the middle of a sequence, as if another one were packed behind it",
     "forward",
     cell=(ZERO1,),
-    edition=2,
 )
 def positions_restart(site: Site) -> None:
 
@@ -50,12 +43,11 @@ def positions_restart(site: Site) -> None:
     site.once(change)
 
 
-@fault(
+@fault_2(
     "one norm has ten times the epsilon that was asked for",
     "forward",
     cell=(ZERO2,),
     report="pytorch/torchtitan PR 4395",
-    edition=2,
 )
 def F34_norm_epsilon(site: Site) -> None:
     norm = site.model.module.blocks[0].attention_norm
@@ -66,12 +58,11 @@ def F34_norm_epsilon(site: Site) -> None:
     site.once(change)
 
 
-@fault(
+@fault_2(
     "query heads find their key and value heads as if these were tiled, not repeated one by one",
     "forward",
     cell=(ZERO3,),
     report="onnx/onnx PR 7274",
-    edition=2,
 )
 def F35_heads_tiled(site: Site) -> None:
     attention, model = site.model.module.blocks[0].attention, site.config.model
@@ -103,22 +94,21 @@ def on_criterion(site: Site, criterion: Callable[[Tensor, Tensor], Tensor]) -> N
     site.around(site.engine.workload, "loss", wrapped, always=True)
 
 
-@fault("labels are smoothed by a tenth, as in another recipe", "forward", cell=(ZERO0,), edition=2)
+@fault_2("labels are smoothed by a tenth, as in another recipe", "forward", cell=(ZERO0,))
 def label_smoothing_left_on(site: Site) -> None:
     on_criterion(site, lambda logits, targets: F.cross_entropy(logits.mT, targets, label_smoothing=0.1))
 
 
-@fault("targets that were shifted already lose their last position in the mean", "forward", cell=(ZERO2,), edition=2)
+@fault_2("targets that were shifted already lose their last position in the mean", "forward", cell=(ZERO2,))
 def last_target_dropped(site: Site) -> None:
     on_criterion(site, lambda logits, targets: F.cross_entropy(logits[:, :-1].mT, targets[:, :-1]))
 
 
-@fault(
+@fault_2(
     "what is computed again for the backward is not what the forward computed",
     "gradient",
     cell=(ZERO3, "model.activation_checkpointing=true"),
     report="allenai/OLMo-core PR 828",
-    edition=2,
 )
 def F36_recomputed_otherwise(site: Site) -> None:
 
@@ -132,12 +122,11 @@ def F36_recomputed_otherwise(site: Site) -> None:
     site.model.module.blocks[0].attention_norm.register_forward_hook(lose)
 
 
-@fault(
+@fault_2(
     "an index that means padding in one shard of the vocabulary stops other tokens' gradients as well",
     "gradient",
     cell=(ZERO2,),
     report="pytorch/torchtitan PR 4637",
-    edition=2,
 )
 def F37_padding_row_frozen(site: Site) -> None:
     embedding = next(module for module in site.model.module.modules() if isinstance(module, nn.Embedding))
@@ -151,12 +140,11 @@ def F37_padding_row_frozen(site: Site) -> None:
     embedding.register_forward_hook(lose)
 
 
-@fault(
+@fault_2(
     "one projection's backward reads the activations of the microbatch before",
     "gradient",
     cell=(ZERO3, *K2),
     report="NVIDIA/Megatron-LM#7398",
-    edition=2,
 )
 def F38_stale_activation(site: Site) -> None:
     before: list[Tensor] = []
@@ -173,7 +161,7 @@ def F38_stale_activation(site: Site) -> None:
     site.model.module.blocks[0].ffn.w_down.register_forward_hook(mix)
 
 
-@fault("one branch of a block hands no gradient back to what it reads", "gradient", cell=(ZERO1,), edition=2)
+@fault_2("one branch of a block hands no gradient back to what it reads", "gradient", cell=(ZERO1,))
 def branch_not_differentiated(site: Site) -> None:
 
     def stop(_module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -5,16 +5,15 @@ from __future__ import annotations
 from torch import Tensor
 
 from tests.faults.corpus import SGD, ZERO1, ZERO2, ZERO3
-from tests.faults.site import Site, blend, fault, rounded
+from tests.faults.site import Site, blend, fault_2, rounded
 from tests.faults.update import Rows, on_update, rows_of
 
 
-@fault(
+@fault_2(
     "weights decay after the update instead of before, and the update with them",
     "optimizer",
     cell=(ZERO3,),
     report="bitsandbytes-foundation/bitsandbytes PR 2040",
-    edition=2,
 )
 def F41_decay_after_update(site: Site) -> None:
     def change(rows: Rows, weight: Tensor, old: Tensor) -> None:
@@ -25,7 +24,7 @@ def F41_decay_after_update(site: Site) -> None:
     on_update(site, rows_of(site), change)
 
 
-@fault("Adam's epsilon is added to the second moment instead of to its root", "optimizer", cell=(ZERO2,), edition=2)
+@fault_2("Adam's epsilon is added to the second moment instead of to its root", "optimizer", cell=(ZERO2,))
 def epsilon_inside_root(site: Site) -> None:
     def change(rows: Rows, weight: Tensor, old: Tensor) -> None:
         settings = rows.settings
@@ -39,12 +38,11 @@ def epsilon_inside_root(site: Site) -> None:
     on_update(site, rows_of(site), change)
 
 
-@fault(
+@fault_2(
     "weight decay goes through the gradient and the moments, as Adam has it and AdamW has not",
     "optimizer",
     cell=(ZERO1,),
     report="microsoft/DeepSpeed PR 482",
-    edition=2,
 )
 def F42_decay_through_moments(site: Site) -> None:
     decays = [group["weight_decay"] for group in site.engine.optimizer.param_groups]
@@ -61,7 +59,7 @@ def F42_decay_through_moments(site: Site) -> None:
     site.before(site.engine.optimizer, "step", first)
 
 
-@fault("momentum takes in a tenth of each gradient instead of all of it", "optimizer", cell=(ZERO2, SGD), edition=2)
+@fault_2("momentum takes in a tenth of each gradient instead of all of it", "optimizer", cell=(ZERO2, SGD))
 def damped_momentum(site: Site) -> None:
 
     def change() -> None:
@@ -71,12 +69,11 @@ def damped_momentum(site: Site) -> None:
     site.once(change)
 
 
-@fault(
+@fault_2(
     "averaged weights that were put in for a validation are left in",
     "weights",
     cell=(ZERO3,),
     report="aqlaboratory/openfold PR 90",
-    edition=2,
 )
 def F43_average_left_in(site: Site) -> None:
     averages = [piece.detach().clone() for bucket in site.buckets for piece in bucket.main_shards]
@@ -97,13 +94,7 @@ def F43_average_left_in(site: Site) -> None:
     site.once(change, earliest=3)
 
 
-@fault(
-    "weights are cast to 16 bits where they lie when they are exported",
-    "weights",
-    cell=(ZERO2,),
-    ends=True,
-    edition=2,
-)
+@fault_2("weights are cast to 16 bits where they lie when they are exported", "weights", cell=(ZERO2,), ends=True)
 def rounded_at_the_end(site: Site) -> None:
     def change() -> None:
         for bucket in site.buckets:

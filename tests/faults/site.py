@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -38,6 +38,9 @@ def fault(
         return spoiling(declared, injector)
 
     return declare
+
+
+fault_2 = partial(fault, edition=2)
 
 
 def spoiling(declared: Fault, injector: Injector, *, only: bool = False) -> Callable[[Config, Build], Session]:
