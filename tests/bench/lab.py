@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from harness.store.metrics import encode
 from harness.store.provenance import sources_digest
 from harness.store.rundir import Store
 from harness.store.study import write_study
+from tests.parity.lab import Cell
 
 WARM_UP, TIMED = 2, 6
 ENGINES = {
@@ -28,14 +28,6 @@ ENGINES = {
     ("fsdp1", "optim_grads"): 0.125,
 }
 """Seconds a step of each arm."""
-
-
-@dataclass(frozen=True)
-class Cell:
-    """A cell as the store sees it."""
-
-    config: dict[str, Any]
-    overrides: tuple[str, ...] = ()
 
 
 def config(engine: str, strategy: str, block: int, **model: Any) -> dict[str, Any]:

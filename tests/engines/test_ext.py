@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +12,7 @@ from pydantic import TypeAdapter
 
 from harness.config.capabilities import ENGINES, Capabilities
 from harness.config.derived import accumulate_dtype
-from harness.config.errors import BadRequest, Violation
+from harness.config.errors import BadRequest
 from harness.config.own import Own, capabilities_of, describe_engine
 from harness.config.schema import Dtype, Strategy
 from harness.store import provenance
@@ -163,9 +162,3 @@ def test_the_suite_runs_from_a_users_folder(tmp_path: Path) -> None:
     refused = subprocess.run([*command[:-1], "mine:Adaptor"], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert refused.returncode == 4, refused.stdout
     assert "mine has no Adaptor" in refused.stderr + refused.stdout
-
-
-@pytest.mark.usefixtures("forked")
-def test_violations_are_of_the_usual_form() -> None:
-    assert isinstance(describe_engine("nowhere_at_all:X"), Violation)
-    assert os.getcwd() in str(describe_engine("nowhere_at_all:X"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -12,25 +11,16 @@ import pytest
 from harness.config.schema import Dtype, EngineName, OuterStrategy, Strategy
 from harness.parity.tensors import read
 from harness.probe.hooks import ParameterHooks
-from tests.support.factory import small_config, train, with_dtypes
+from tests.support.factory import layouts, small_config, train, with_dtypes
 from tests.support.mutants import Slip, kills
 from tests.support.spawn import run_ranks
 
 ENGINES: dict[str, dict[str, Any]] = {
-    **{
-        f"fsdp1-{each.name}": {"engine__name": EngineName.fsdp1, "sharding__strategy": each}
-        for each in (Strategy.no_shard, Strategy.optim_grads, Strategy.optim_grads_params)
-    },
-    **{
-        f"deepspeed-{each.name}": {"engine__name": EngineName.deepspeed, "sharding__strategy": each}
-        for each in list(Strategy)[1:]
-        if find_spec("deepspeed") is not None
-    },
-    **{
-        f"megatron_fsdp-{each.name}": {"engine__name": EngineName.megatron_fsdp, "sharding__strategy": each}
-        for each in Strategy
-        if find_spec("megatron_fsdp") is not None
-    },
+    **layouts(
+        fsdp1="no_shard optim_grads optim_grads_params",
+        deepspeed="optim optim_grads optim_grads_params",
+        megatron_fsdp="no_shard optim optim_grads optim_grads_params",
+    ),
     "fsdp1-hybrid": {
         "engine__name": EngineName.fsdp1,
         "sharding__strategy": Strategy.optim_grads_params,

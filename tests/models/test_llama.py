@@ -8,12 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.config.compose import composed, plain
 from harness.config.derived import parameter_count
 from harness.config.schema import Config, ModelConfig
-from harness.config.typed import load_config
 from harness.models.llama import Attention, Block, Embedding, Head, Llama, rotary_tables, rotate
 from harness.models.workload import LlamaWorkload, workload_for
+from tests.models.families import filled as as_initialised, option
 from tests.support.factory import small_config
 
 PUBLISHED = {"gpt_125m": 124e6, "llama_1b": 1.236e9, "llama_8b": 8.03e9, "llama_70b": 70.55e9}
@@ -22,13 +21,11 @@ PUBLISHED = {"gpt_125m": 124e6, "llama_1b": 1.236e9, "llama_8b": 8.03e9, "llama_
 
 def filled(config: Config, dtype: torch.dtype = torch.float64) -> Llama:
     """The decoder with its initial weights, ten times as large so that nothing is nearly linear."""
-    workload = LlamaWorkload(config)
-    model = workload.build("cpu", dtype)
+    model = as_initialised(LlamaWorkload(config), dtype)
     assert isinstance(model, Llama)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            scale = 10.0 if parameter.ndim > 1 else 1.0
-            parameter.copy_(workload.initial_weight(name, parameter.shape) * scale)
+        for parameter in model.parameters():
+            parameter.mul_(10.0 if parameter.ndim > 1 else 1.0)
     return model
 
 
@@ -40,30 +37,20 @@ def batch(config: Config, size: int = 2) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("name", sorted(PUBLISHED))
-def test_parameter_counts_are_the_published_ones(name: str) -> None:
-    config = _option(name)
-    built = sum(parameter.numel() for parameter in LlamaWorkload(config).build("meta", torch.bfloat16).parameters())
-    assert built == parameter_count(config)
-    assert built == pytest.approx(PUBLISHED[name], rel=5e-3)
-
-
-@pytest.mark.parametrize("name", sorted(PUBLISHED))
 def test_published_sizes_are_built_on_meta_at_once_and_without_memory(name: str) -> None:
     """140 GB of weights would not go unnoticed; nor would one real tensor the size of a rotary table."""
-    workload = workload_for(_option(name))
+    config = option(f"model={name}")
+    workload = workload_for(config)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     start = time.process_time()
     model = workload.build("meta", torch.bfloat16)
     assert time.process_time() - start < 2.0  # measured: 0.01 to 0.3 s
     assert all(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
-    assert (
-        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 * 1024
-    )  # KiB: the tables in fp64, for a while
+    grown_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert grown_kib < 64 * 1024, "the tables in fp64, for a while"
     assert not workload.may_leave_unused
-
-
-def _option(name: str) -> Config:
-    return load_config(plain(composed([f"model={name}"])))
+    built = sum(parameter.numel() for parameter in model.parameters())
+    assert built == parameter_count(config) == pytest.approx(PUBLISHED[name], rel=5e-3)
 
 
 def test_attention_is_softmax_of_scaled_products_over_the_past() -> None:
@@ -136,10 +123,8 @@ def test_loss_starts_at_chance_and_sees_only_the_past() -> None:
     torch.testing.assert_close(model(tokens)[:, :10], model(changed)[:, :10], rtol=0, atol=0)
     assert not torch.equal(model(tokens)[:, 10:], model(changed)[:, 10:])
     small = LlamaWorkload(config)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(small.initial_weight(name, parameter.shape))
-    assert small.loss(model, (tokens, targets)).item() == pytest.approx(math.log(64), abs=0.1)
+    loss = small.loss(as_initialised(small), (tokens, targets)).item()
+    assert loss == pytest.approx(math.log(64), abs=0.1)
 
 
 @pytest.mark.parametrize("tied", [False, True])

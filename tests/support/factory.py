@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch.distributed as dist
 import yaml
 from omegaconf import OmegaConf
 
+from harness.config.capabilities import ENGINES
 from harness.config.compose import plain
 from harness.config.schema import Config, DataKind, Dtype, EngineName, MeasureMode, Strategy
 from harness.data.loader import Loader
@@ -82,6 +84,16 @@ def train(
     if control is not None:
         dist.destroy_process_group(control)  # a process that trains often would keep the threads of every one
     return outcome
+
+
+def layouts(**strategies: str) -> dict[str, dict[str, Any]]:
+    """Changes for `small_config` by `engine-strategy`, of engines that are installed: layouts(fsdp2="optim_grads")."""
+    return {
+        f"{engine}-{strategy}": {"engine__name": EngineName[engine], "sharding__strategy": Strategy[strategy]}
+        for engine, named in strategies.items()
+        if ENGINES[EngineName[engine]].package is None or find_spec(engine)
+        for strategy in named.split()
+    }
 
 
 def stopping(after: int) -> Callable[[], bool]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from importlib.util import find_spec
+from collections.abc import Iterable, Mapping
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,72 +14,54 @@ import torch
 from torch import nn
 
 from harness.config.data_source import held_out_batches
-from harness.config.schema import EngineName, Fp8, Strategy
+from harness.config.schema import Fp8
 from harness.engines.adapters import native
 from harness.engines.adapters.single import SingleEngine
+from harness.engines.base.plain import evaluating
 from harness.store.metrics import read_metrics
 from harness.train.callbacks import Callback, EarlyStop
-from tests.support.factory import small_config, train
+from tests.support.factory import layouts, small_config, train
 from tests.support.mutants import kills
 from tests.support.spawn import run_ranks
 from tests.train.runs import assert_same_run, summary
 
-ZERO3 = Strategy.optim_grads_params
-PEERS = {EngineName.megatron_fsdp: "megatron_fsdp", EngineName.deepspeed: "deepspeed"}
-CASES: list[tuple[EngineName, Strategy, str]] = [
-    *((EngineName.native, strategy, "") for strategy in Strategy),
-    (EngineName.native, ZERO3, "fp8"),
-    (EngineName.fsdp2, ZERO3, ""),
-    (EngineName.fsdp2, Strategy.optim_grads, "fp8"),
-    (EngineName.fsdp1, ZERO3, ""),
-    (EngineName.ddp, Strategy.no_shard, ""),
-    *((name, strategy, "") for name in PEERS for strategy in (Strategy.optim, ZERO3)),
-]
+SHARDED = layouts(
+    native="no_shard optim optim_grads optim_grads_params", fsdp2="optim_grads_params", fsdp1="optim_grads_params",
+    ddp="no_shard", megatron_fsdp="optim optim_grads_params", deepspeed="optim optim_grads_params",
+)  # fmt: skip
+CASES = SHARDED | {
+    "native, fp8": {**SHARDED["native-optim_grads_params"], "dtype__fp8": Fp8.current},
+    "fsdp2, fp8": {**layouts(fsdp2="optim_grads")["fsdp2-optim_grads"], "dtype__fp8": Fp8.current},
+}
 KEPT = ("loss", "grad_norm", "param_norm", "lr", "data_digest", "comm", "counters")
 """What training has with an evaluation as without."""
 
 
-def config_of(name: EngineName, strategy: Strategy, kind: str, every: int) -> Any:
-    more = {"dtype__fp8": Fp8.current} if kind else {}
-    sharded = {"engine__name": name, "sharding__strategy": strategy, "mesh__world_size": 2, "train__steps": 4}
-    return small_config(**sharded, **more, train__param_norm_every=1, measure__validate_every=every)
-
-
-def folder_of(folder: str, case: tuple[EngineName, Strategy, str], every: int) -> Path:
-    name, strategy, kind = case
-    return Path(folder) / f"{name.name}-{strategy.name}-{kind}-{every}"
-
-
-def both(rank: int, folder: str, cases: list[tuple[EngineName, Strategy, str]]) -> None:
-    for case in cases:
-        for every in (0, 1):
-            train(config_of(*case, every), folder_of(folder, case, every), rank)
-
-
-def is_there(case: tuple[EngineName, Strategy, str]) -> bool:
-    return case[0] not in PEERS or find_spec(PEERS[case[0]]) is not None
+def both(rank: int, folder: str, cases: Iterable[str]) -> None:
+    """Every case with an evaluation after each step, and with none."""
+    for case, every in product(cases, (0, 1)):
+        changes = {"mesh__world_size": 2, "train__steps": 4, "train__param_norm_every": 1, **CASES[case]}
+        train(small_config(measure__validate_every=every, **changes), Path(folder, f"{case}-{every}"), rank)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     made = str(tmp_path_factory.mktemp("evaluated"))
-    run_ranks(both, 2, made, [case for case in CASES if is_there(case)])
+    run_ranks(both, 2, made, list(CASES))
     return made
 
 
-def differences(folder: str, case: tuple[EngineName, Strategy, str]) -> list[Any]:
-    plain, evaluated = (folder_of(folder, case, every) for every in (0, 1))
+def differences(folder: str, case: str) -> list[Any]:
+    plain, evaluated = (Path(folder, f"{case}-{every}") for every in (0, 1))
     pairs = zip(read_metrics(plain / "metrics.jsonl"), read_metrics(evaluated / "metrics.jsonl"), strict=True)
-    kept = [key for key in KEPT if key != "comm" or not case[2]]  # maxima of a step with FP8 are exchanged before
+    kept = [key for key in KEPT if key != "comm" or "fp8" not in case]  # maxima with FP8 are exchanged before
     found: list[Any] = [(a["step"], key, a[key], b[key]) for a, b in pairs for key in kept if a[key] != b[key]]
     weights = [summary(each)["final_weights"] for each in (plain, evaluated)]
     return found if weights[0] == weights[1] else [*found, weights]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(filter(None, (case[0].name, case[1].name, case[2]))))
-def test_training_is_the_same_with_and_without(folder: str, case: tuple[EngineName, Strategy, str]) -> None:
-    if not is_there(case):
-        pytest.skip(f"{case[0].name} is not installed")
+@pytest.mark.parametrize("case", CASES)
+def test_training_is_the_same_with_and_without(folder: str, case: str) -> None:
     assert differences(folder, case) == []
 
 
@@ -87,9 +69,8 @@ def test_layouts_agree_with_one_process(folder: str, tmp_path: Path) -> None:
     train(small_config(train__steps=4, measure__validate_every=1), tmp_path)
     right = [each["validation"]["loss"] for each in read_metrics(tmp_path / "metrics.jsonl")]
     assert len(set(right)) == 4
-    for name in (EngineName.native, EngineName.fsdp2, EngineName.ddp):
-        case = next(each for each in CASES if each[0] is name and not each[2])
-        found = [each["validation"]["loss"] for each in read_metrics(folder_of(folder, case, 1) / "metrics.jsonl")]
+    for case in ("native-no_shard", "fsdp2-optim_grads_params", "ddp-no_shard"):
+        found = [each["validation"]["loss"] for each in read_metrics(Path(folder, f"{case}-1", "metrics.jsonl"))]
         assert found == pytest.approx(right, rel=1e-6)
 
 
@@ -162,8 +143,6 @@ class Dropout(nn.Module):
 
 
 def test_modes_and_random_numbers_are_as_before() -> None:
-    from harness.engines.base.plain import evaluating
-
     module = Dropout()
     before, modes = torch.get_rng_state(), [each.training for each in module.modules()]
     with evaluating(module, torch.device("cpu")):
@@ -180,10 +159,10 @@ def unsent(rank: int, folder: str) -> None:
             return [self.workload.loss(self.model, batch).item() for batch in batches]
 
     with mock.patch.object(native.NativeEngine, "evaluate", evaluate):
-        both(rank, folder, [(EngineName.native, Strategy.optim, "")])
+        both(rank, folder, ["native-optim"])
 
 
 @kills("Held-out data", "gathers left out", "The step after an evaluation lacks the gathers of updated weights")
 def test_a_step_that_sends_less_is_found(tmp_path: Path) -> None:
     run_ranks(unsent, 2, str(tmp_path))
-    assert "comm" in json.dumps(differences(str(tmp_path), (EngineName.native, Strategy.optim, "")))
+    assert "comm" in json.dumps(differences(str(tmp_path), "native-optim"))
