@@ -12,12 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FlatParameter
 
-from harness.capture import shards
 from harness.parity.compare import compare
 from harness.parity.outcome import Outcome
 from harness.parity.record import load
 from tests.capture import loops
-from tests.support.mutants import Slip, each
+from tests.support.mutants import each, slips
 from tests.support.spawn import run_ranks
 
 AT = 10
@@ -104,14 +103,14 @@ def test_a_program_with_flat_buffers(name: str, single: Path, tmp_path: Path) ->
         assert word in wrong.sentence
 
 
-MUTANTS = {
-    "range of a flat parameter": Slip(
-        shards, "_of_flat", "start, stop + 1, begin", "0, stop + 1 - start, begin", "Each rank's range begins at nought"
-    ),
-    "views of a flat parameter": Slip(
-        shards, "_of_flat", "begin if params is None else 0", "begin", "A view is cut where the flat parameter is"
-    ),
-}
+MUTANTS = slips(
+    """
+    range of a flat parameter: Each rank's range begins at nought
+        capture.shards._of_flat: start, stop + 1, begin => 0, stop + 1 - start, begin
+    views of a flat parameter: A view is cut where the flat parameter is
+        capture.shards._of_flat: begin if params is None else 0 => begin
+    """
+)
 
 
 def mutated(rank: int, name: str, path: Path) -> None:
@@ -120,7 +119,7 @@ def mutated(rank: int, name: str, path: Path) -> None:
         loops.train(rank, "fsdp1", path)
 
 
-@pytest.mark.parametrize("name", each("Shards in flat buffers", ((n, slip.breaks) for n, slip in MUTANTS.items())))
+@pytest.mark.parametrize("name", each("Shards in flat buffers", MUTANTS))
 def test_a_mutant_is_found(name: str, single: Path, tmp_path: Path) -> None:
     run_ranks(mutated, 2, name, tmp_path / "study" / "wrong")
     verdict = compare(tmp_path / "study" / "wrong", single / "adamw")

@@ -17,7 +17,7 @@ from harness.parity.compare import compare
 from harness.parity.outcome import Outcome
 from harness.parity.record import load
 from tests.capture import loops
-from tests.support.mutants import each, slips
+from tests.support.mutants import finds
 
 STEPS = 4
 Habit = Callable[[nn.Module, Any, Callable[[Tensor], Tensor], Tensor], Tensor]
@@ -73,36 +73,42 @@ def compiled(net: loops.Net) -> None:
         block.compile(backend="eager")
 
 
-def unchanged(net: loops.Net) -> None: ...
-
-
-HABITS: dict[str, tuple[Habit, Callable[[loops.Net], None]]] = {
-    "closure": (by_closure, unchanged),
-    "schedule": (scheduled, unchanged),
-    "clipping": (clipped, unchanged),
-    "checkpointing": (plainly, checkpointed),
-    "compile": (plainly, compiled),
+HABITS: dict[str, Habit] = {
+    "closure": by_closure,
+    "schedule": scheduled,
+    "clipping": clipped,
+    "checkpointing": plainly,
+    "compile": plainly,
 }
+BUILDS = {"checkpointing": checkpointed, "compile": compiled}
 
 
-def train(path: Path | None, name: str, steps: int = STEPS) -> list[bytes]:
-    habit, build = HABITS.get(name, (plainly, unchanged))
+def train(path: Path | None, name: str) -> list[bytes]:
+    habit = HABITS.get(name, plainly)
     torch.manual_seed(0)
     net = loops.Net()
-    build(net)
+    if name in BUILDS:
+        BUILDS[name](net)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
 
     def loss_of(rows: Tensor) -> Tensor:
         return nn.functional.cross_entropy(net(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
 
     run = None if path is None else watch(net, optimizer, path, share=1.0)
-    for rows in loops.batches(steps):
+    for rows in loops.batches(STEPS):
         loss = habit(net, optimizer, loss_of, rows)
         if run is not None:
             run.step(loss=loss, data=rows)
     if run is not None:
         run.close()
     return [param.detach().numpy().tobytes() for param in net.parameters()]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("runs") / "study" / "plain"
+    train(path, "plain")
+    return path
 
 
 @pytest.mark.parametrize("name", HABITS)
@@ -119,10 +125,9 @@ def test_a_habit_is_recorded_and_changes_no_bit(name: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("name", ["closure", "checkpointing", "compile"])
-def test_a_habit_that_changes_no_arithmetic_is_the_plain_loop(name: str, tmp_path: Path) -> None:
-    for each_name in (name, "plain"):
-        train(tmp_path / "study" / each_name, each_name)
-    verdict = compare(tmp_path / "study" / name, tmp_path / "study" / "plain")
+def test_a_habit_that_changes_no_arithmetic_is_the_plain_loop(name: str, plain: Path, tmp_path: Path) -> None:
+    train(tmp_path / "study" / "run", name)
+    verdict = compare(tmp_path / "study" / "run", plain)
     assert verdict.outcome in (Outcome.EQUAL, Outcome.EQUIVALENT), verdict.sentence
 
 
@@ -174,20 +179,15 @@ def test_two_models_with_an_optimizer_each_are_one_run(tmp_path: Path) -> None:
     assert record.captures[1].tensors.keys() == {"make.weight", "make.bias", "judge.weight", "judge.bias"}
 
 
-MUTANTS = slips(
-    """
-    closures: Gradients are seen before a closure ran
-        capture.watching.Watching._before_update: if closure is None: => if True:
-    rate: The rate is not the optimizer's
-        capture.watching.Watching._update: float(optimizer.param_groups[0]["lr"]) => 1.0
-    """
+test_a_mutant_is_found = finds(
+    "Habits under a watch",
+    test_a_habit_that_changes_no_arithmetic_is_the_plain_loop="""
+        closures: Gradients are seen before a closure ran
+            capture.watching.Watching._before_update: if closure is None: => if True:
+            (name="closure")
+    """,
+    test_rates_are_those_of_the_update="""
+        rate: The rate is not the optimizer's
+            capture.watching.Watching._update: float(optimizer.param_groups[0]["lr"]) => 1.0
+    """,
 )
-
-
-@pytest.mark.parametrize("name", each("Habits under a watch", MUTANTS))
-def test_a_mutant_is_found(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    train(tmp_path / "study" / "plain", "plain")
-    MUTANTS[name].put(monkeypatch)
-    train(tmp_path / "study" / "wrong", "closure")
-    verdict = compare(tmp_path / "study" / "wrong", tmp_path / "study" / "plain")
-    assert verdict.outcome not in (Outcome.EQUAL, Outcome.EQUIVALENT), verdict.sentence

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from harness.capture import watch, watching
+from harness.capture import parts, watch, watching
 from harness.capture.__main__ import main
 from harness.capture.parts import FOLDER, Part
 from harness.capture.watching import Watching
@@ -59,6 +59,7 @@ FAULTS: dict[str, tuple[Any, str, Any]] = {
     "a hook of the optimizer": (Watching, "_first_update", _raises),
     "a full disk at a step": (Part, "step", _full),
     "a full disk at a capture": (Part, "tensors", _full),
+    "a full disk behind the loop": (parts, "save_file", _full),
 }
 
 
@@ -147,16 +148,6 @@ def test_what_a_killed_rank_saw_can_be_put_together(tmp_path: Path) -> None:
     record = load(path)
     assert record.length == 3
     assert any("rank-00001 has not ended" in problem for problem in record.problems)
-
-
-def test_a_run_that_is_there_is_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = tmp_path / "study" / "run"
-    trained(path)
-    kept = {each: each.read_bytes() for each in path.rglob("*") if each.is_file()}
-    with caplog.at_level(logging.WARNING, "harness.capture"):
-        assert trained(path) == trained(None)
-    assert "holds a run already" in caplog.text
-    assert {each: each.read_bytes() for each in path.rglob("*") if each.is_file()} == kept
 
 
 def test_a_watched_model_can_be_copied_and_pickled(tmp_path: Path) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import logging
-from collections.abc import Callable
 from functools import partial
 from itertools import combinations
 from pathlib import Path
@@ -129,14 +127,13 @@ def interrupted(folder: Path, layout: str = "fsdp2", **keywords: Any) -> Path:
     return path
 
 
-def goes_on(folder: Path, layout: str = "single") -> None:
-    """One run over two attempts is the run that nobody interrupted."""
-    path = interrupted(folder, layout)
-    record = load(path)
-    assert record.problems == ()
+@pytest.mark.parametrize("layout", ["fsdp2"])
+def test_one_run_over_two_attempts_is_the_run_that_nobody_interrupted(layout: str, tmp_path: Path) -> None:
+    path = interrupted(tmp_path, layout)
+    assert load(path).problems == ()
     assert [line["step"] for line in read_metrics(path / "metrics.jsonl")] == [*range(1, loops.STEPS + 1)]
     assert not (path / FOLDER).exists()
-    verdict = compare(path, made(folder / "study" / "through", layout))
+    verdict = compare(path, made(tmp_path / "study" / "through", layout))
     assert verdict.outcome is Outcome.EQUAL, verdict.sentence
 
 
@@ -161,22 +158,6 @@ def clean_and_hot(folder: Path) -> None:
         assert verdict.outcome in (Outcome.EQUAL, Outcome.EQUIVALENT), verdict.sentence
 
 
-PROMISES = [
-    looks_seldom,
-    sees_what_moved_between,
-    stays_below_its_limit,
-    rotates,
-    partial(goes_on, layout="fsdp2"),
-    sees_a_wrong_resume,
-    clean_and_hot,
-]
-
-
-@pytest.mark.parametrize("promise", PROMISES)
-def test_promise(promise: Callable[[Path], None], tmp_path: Path) -> None:
-    promise(tmp_path)
-
-
 test_a_mutant_is_found = finds(
     "Capture of another program",
     looks_seldom="""
@@ -197,9 +178,12 @@ test_a_mutant_is_found = finds(
         rotation of many: Whole tensors of every captured step stay
             capture.parts.Part._write: [1 : -self._keep_last] => [1:1]
     """,
-    goes_on="""
+    sees_what_moved_between="",
+    sees_a_wrong_resume="",
+    test_one_run_over_two_attempts_is_the_run_that_nobody_interrupted="""
         attempts: Steps behind the checkpoint stay in the record
             capture.merge.cut: part.lines[:done] => part.lines
+            (layout="single")
     """,
     clean_and_hot="""
         first update: One sign of Adam's is a fault
@@ -210,8 +194,12 @@ test_a_mutant_is_found = finds(
 
 @pytest.mark.parametrize(
     ("steps", "done", "told"),
-    [(9, 10, "holds 9 steps: it cannot go on behind 10"), (0, 6, "holds no run that can go on")],
-    ids=["too late", "nothing there"],
+    [
+        (9, 10, "holds 9 steps: it cannot go on behind 10"),
+        (0, 6, "holds no run that can go on"),
+        (loops.STEPS, 0, "holds a run already"),
+    ],
+    ids=["too late", "nothing there", "whole"],
 )
 def test_a_record_that_cannot_go_on_is_left_alone(
     steps: int, done: int, told: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -245,20 +233,6 @@ def test_collectives_are_counted_by_kind(tmp_path: Path) -> None:
         for kind, num_bytes in kinds.items():
             assert num_bytes <= line["comm"][kind]["bytes"] < 1.1 * num_bytes
     assert line["comm"]["all_gather"]["count"] == 5, "three units, two of them twice"
-
-
-def test_a_disk_that_fills_up_behind_the_loop_is_one_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def full(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(parts, "save_file", full)
-    path = tmp_path / "study" / "run"
-    with caplog.at_level(logging.WARNING, "harness.capture"):
-        made(path)
-    assert "incomplete, training goes on: step 11: OSError: [Errno 28] No space left on device" in caplog.text
-    assert any("No space left" in problem for problem in load(path).problems)
 
 
 # -- pipelines ---------------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from harness.capture import merge, run as runs, watch
+from harness.capture import run as runs, watch
 from harness.launch import submit
 from harness.parity.compare import compare
 from harness.parity.outcome import Outcome, Verdict
@@ -19,7 +18,7 @@ from harness.parity.record import load
 from harness.store.rundir import RunDir
 from harness.store.status import State, read
 from tests.capture import loops
-from tests.support.mutants import Slip, each, slips
+from tests.support.mutants import finds
 
 STEPS = 4
 CLEAN = (Outcome.EQUAL, Outcome.EQUIVALENT)
@@ -49,25 +48,25 @@ def both(to: Path, left: dict[str, Any], right: dict[str, Any]) -> Verdict:
     return compare(train(to / "study" / "left", **left), train(to / "study" / "right", **right))
 
 
-def a_loss_scale_is_no_distance(to: Path) -> bool:
+def a_loss_scale_is_no_distance(to: Path) -> None:
     """A fused optimizer divides by it itself; sums in two parts are rounded otherwise."""
-    found = both(to, {"fused": True, "chunks": 2}, {"fused": False})
-    return found.outcome is Outcome.EQUIVALENT
+    assert both(to, {"fused": True, "chunks": 2}, {"fused": False}).outcome is Outcome.EQUIVALENT
 
 
-def an_update_that_overflowed_is_none(to: Path) -> bool:
-    found = both(to, {"fused": True, "overflows": 2}, {"fused": False, "overflows": 2})
-    return found.outcome in CLEAN and load(to / "study" / "left").length == STEPS - 1
+def an_update_that_overflowed_is_none(to: Path) -> None:
+    assert both(to, {"fused": True, "overflows": 2}, {"fused": False, "overflows": 2}).outcome in CLEAN
+    assert load(to / "study" / "left").length == STEPS - 1
 
 
-def several_updates_are_no_fault(to: Path) -> bool:
-    return both(to, {"updates": 2}, {"updates": 2}).outcome in CLEAN
+def several_updates_are_no_fault(to: Path) -> None:
+    assert both(to, {"updates": 2}, {"updates": 2}).outcome in CLEAN
 
 
-def groups_one_by_one_are_one_update(to: Path) -> bool:
+def groups_one_by_one_are_one_update(to: Path) -> None:
     """As DeepSpeed's ZeRO steps them."""
     paths = [by_groups(to / "study" / str(apart), apart=apart) for apart in (True, False)]
-    return compare(*paths).outcome is Outcome.EQUAL and load(paths[0]).config["optimizer.name"] == "adamw"
+    assert compare(*paths).outcome is Outcome.EQUAL
+    assert load(paths[0]).config["optimizer.name"] == "adamw"
 
 
 def by_groups(path: Path, *, apart: bool) -> Path:
@@ -88,75 +87,75 @@ def by_groups(path: Path, *, apart: bool) -> Path:
     return path
 
 
-def numbers_that_are_none_are_recorded(to: Path) -> bool:
+def numbers_that_are_none_are_recorded(to: Path) -> None:
     path = to / "study" / "spoilt"
     with watch(nn.Linear(1, 1), None, path) as run:
         for loss in (1.0, torch.nan, torch.inf):
             run.step(loss=loss)
+    assert state_of(path) is State.done
+    assert str(load(path).series("loss")[1]) == "nan"
+
+
+def state_of(path: Path) -> State | None:
     found = read(path)
-    return found is not None and found.state is State.done and str(load(path).series("loss")[1]) == "nan"
+    return found and found.state
 
 
-def lists_have_rows(to: Path) -> bool:
+def lists_have_rows() -> None:
     batch = {"words": ["one", "three", "two"], "label": [1, 2, 3], "ids": torch.arange(6).view(3, 2)}
     parts = [runs.fed({key: each[rows] for key, each in batch.items()}).rows for rows in (slice(0, 1), slice(1, 3))]
-    return [*parts[0], *parts[1]] == runs.fed(batch).rows and len(set(runs.fed(batch).rows)) == 3
+    assert [*parts[0], *parts[1]] == runs.fed(batch).rows
+    assert len(set(runs.fed(batch).rows)) == 3
 
 
-def an_earlier_error_is_not_of_the_run(to: Path) -> bool:
+def an_earlier_error_is_not_of_the_run(to: Path) -> None:
     """As in a notebook, one of whose cells failed before."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "last_value", NameError("of another cell"), raising=False)
-        found = read(train(to / "study" / "later"))
-    return found is not None and found.state is State.done
+        assert state_of(train(to / "study" / "later")) is State.done
 
 
-def it_is_not_tried_again(to: Path) -> bool:
-    try:
-        submit.frozen(RunDir(train(to / "study" / "run")))
-    except Exception as error:
-        return "another program" in str(error)
-    return False
+def it_is_not_tried_again(to: Path) -> None:
+    run = RunDir(train(to / "study" / "run"))
+    with pytest.raises(Exception, match="another program"):
+        submit.frozen(run)
 
 
-MUTANTS = slips(
-    """
-    loss scale: Scaled local gradients are held against unscaled ones
-        parity.tiers.divergence._scale: found > 0 => found < 0
-        a_loss_scale_is_no_distance
-    fused scale: Gradients that a fused optimizer is to unscale are recorded with the scale
-        capture.watching.Watching._reduced_gradient: local if scale is None else local / scale.to(local.device) => local
-        a_loss_scale_is_no_distance
-    fused overflow: An update that is left out counts as one
-        capture.watching.Watching._update: "found_inf" => "nothing"
-        an_update_that_overflowed_is_none
-    several updates: Two updates are held to be one
-        capture.describe.config: if any(each["repeats"] => if not any(each["repeats"]
-        several_updates_are_no_fault
-    groups: Groups stepped in turn are several updates
-        capture.watching.Watching._update: id(param) for => id(optimizer) for
-        groups_one_by_one_are_one_update
-    lists: Lists of a batch have another digest in each layout
-        capture.run._leaves: str | int | float => complex
-        lists_have_rows
-    notebook: An error of an earlier cell ends a run
-        capture.run.Run.close: is self._earlier => is None
-        an_earlier_error_is_not_of_the_run
-    retry: A new attempt of another program is promised
-        launch.submit.frozen: provenance.WATCHED in => "" in
-        it_is_not_tried_again
-    """
-) | {
-    "NaN": (
-        Slip(merge, "decode", "", lambda _: json.loads, "A run whose loss is no number is lost"),
-        "numbers_that_are_none_are_recorded",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", each("Odd loops under a watch", MUTANTS))
-def test_a_mutant_is_found(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    slip, holds = MUTANTS[name][0], globals()[MUTANTS[name][1]]
-    assert holds(tmp_path / "right")
-    slip.put(monkeypatch)
-    assert not holds(tmp_path / "wrong")
+test_a_mutant_is_found = finds(
+    "Odd loops under a watch",
+    a_loss_scale_is_no_distance="""
+        loss scale: Scaled local gradients are held against unscaled ones
+            parity.tiers.divergence._scale: found > 0 => found < 0
+        fused scale: Gradients that a fused optimizer is to unscale are recorded with the scale
+            capture.watching.Watching._reduced_gradient: local if scale is None else local / scale.to(local.device)
+            => local
+    """,
+    an_update_that_overflowed_is_none="""
+        fused overflow: An update that is left out counts as one
+            capture.watching.Watching._update: "found_inf" => "nothing"
+    """,
+    several_updates_are_no_fault="""
+        several updates: Two updates are held to be one
+            capture.describe.config: if any(each["repeats"] => if not any(each["repeats"]
+    """,
+    groups_one_by_one_are_one_update="""
+        groups: Groups stepped in turn are several updates
+            capture.watching.Watching._update: id(param) for => id(optimizer) for
+    """,
+    lists_have_rows="""
+        lists: Lists of a batch have another digest in each layout
+            capture.run._leaves: str | int | float => complex
+    """,
+    an_earlier_error_is_not_of_the_run="""
+        notebook: An error of an earlier cell ends a run
+            capture.run.Run.close: is self._earlier => is None
+    """,
+    it_is_not_tried_again="""
+        retry: A new attempt of another program is promised
+            launch.submit.frozen: provenance.WATCHED in => "" in
+    """,
+    numbers_that_are_none_are_recorded="""
+        NaN: A run whose loss is no number is lost
+            capture.merge.decode: __import__("json").loads
+    """,
+)

@@ -23,7 +23,7 @@ from harness.parity.tiers.comparable import as_stepped
 from harness.store.rundir import RunDir
 from harness.store.show import diff
 from tests.support.composing import compose
-from tests.support.mutants import each, slips
+from tests.support.mutants import finds
 from tests.support.programs import run_program
 from tests.support.spawn import run_ranks
 
@@ -110,39 +110,24 @@ def test_a_fault_is_named_by_step_stage_and_tensor(ours: Path, watched: Path) ->
         assert first.tensor == AT or name == "unclipped", "all tensors are off alike: rounding decides which is named"
 
 
-def same(ours: Path, watched: Path) -> bool:
-    return compare(watched / "right", ours).outcome is Outcome.EQUIVALENT
+def other_weights_are_refused(ours: Path, watched: Path) -> None:
+    assert compare(watched / "seed", ours).outcome is Outcome.NOT_COMPARABLE
 
 
-def clipping_is_within_the_interval(ours: Path, watched: Path) -> bool:
-    return Stage.clipping in compare(watched / "unclipped", ours).findings[0].stages
-
-
-def other_weights_are_refused(ours: Path, watched: Path) -> bool:
-    return compare(watched / "seed", ours).outcome is Outcome.NOT_COMPARABLE
-
-
-MUTANTS = slips(
-    """
-    clipping: Our gradients are held unclipped
-        parity.tiers.comparable.as_stepped: float(clip) / (norms + 1e-6) => 1.0
-        same
-    squares of clipped gradients: Captured gradients are clipped twice
-        parity.tiers.comparable._times: * factor => * factor**2
-        same
-    behind clipping: A loop that clips nothing sums wrongly
-        parity.judgement.Judgement._taken: Stage.clipping if => Stage.reduction if
-        clipping_is_within_the_interval
-    first weights of two rules: Other first weights pass
-        parity.tiers.comparable._first_weights: if not np.array_equal(one, other) => if False
-        other_weights_are_refused
-    """
+test_a_mutant_is_found = finds(
+    "Watched runs against ours",
+    test_the_same_training_is_equivalent="""
+        clipping: Our gradients are held unclipped
+            parity.tiers.comparable.as_stepped: float(clip) / (norms + 1e-6) => 1.0
+        squares of clipped gradients: Captured gradients are clipped twice
+            parity.tiers.comparable._times: * factor => * factor**2
+    """,
+    test_a_fault_is_named_by_step_stage_and_tensor="""
+        behind clipping: A loop that clips nothing sums wrongly
+            parity.judgement.Judgement._taken: Stage.clipping if => Stage.reduction if
+    """,
+    other_weights_are_refused="""
+        first weights of two rules: Other first weights pass
+            parity.tiers.comparable._first_weights: if not np.array_equal(one, other) => if False
+    """,
 )
-
-
-@pytest.mark.parametrize("name", each("Watched runs against ours", MUTANTS))
-def test_a_mutant_is_found(name: str, ours: Path, watched: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    slip, holds = MUTANTS[name][0], globals()[MUTANTS[name][1]]
-    assert holds(ours, watched)
-    slip.put(monkeypatch)
-    assert not holds(ours, watched)

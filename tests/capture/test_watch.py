@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,14 +10,18 @@ from typing import Any
 import pytest
 import torch
 
+from harness.capture import watch
 from harness.capture.parts import FOLDER
+from harness.cli.main import main
 from harness.parity.compare import compare
+from harness.parity.gate import gate, made as made_golden
 from harness.parity.outcome import Outcome, Verdict
 from harness.parity.record import Record, load
 from harness.store.metrics import read_metrics
 from harness.store.rundir import RunDir
 from harness.store.show import show
 from tests.capture import loops
+from tests.parity.edits import edit_json
 from tests.support.spawn import run_ranks
 
 
@@ -39,11 +41,9 @@ def made(folder: Path, name: str, layout: str = "fsdp2", **keywords: Any) -> Pat
 
 @pytest.mark.parametrize("layout", loops.LAYOUTS)
 def test_no_bit_of_training_is_another_where_it_is_watched(layout: str, tmp_path: Path) -> None:
-    ranks = loops.LAYOUTS[layout].ranks
-    watched, alone = (
-        run_ranks(partial(loops.train, steps=3), ranks, layout, path) for path in (tmp_path / "run", None)
-    )
-    assert watched == alone
+    jobs = [(loops.train, (layout, path), {"steps": 3}) for path in (tmp_path / "run", None)]
+    for watched, alone in run_ranks(loops.everywhere, loops.LAYOUTS[layout].ranks, jobs):
+        assert watched == alone
     assert load(tmp_path / "run").problems == ()
 
 
@@ -145,16 +145,9 @@ def test_what_another_run_does_is_named(
         assert words in verdict.sentence
 
 
-def edited(run: Path, to: Path, edit: Callable[[dict[str, Any]], None]) -> Path:
-    shutil.copytree(run, to)
-    facts = json.loads((to / "provenance.json").read_text())
-    edit(facts)
-    (to / "provenance.json").write_text(json.dumps(facts))
-    return to
-
-
 def test_two_versions_of_torch_are_named_and_not_hidden(study: Path, tmp_path: Path) -> None:
-    other = edited(study / "fsdp2", tmp_path / "study" / "other", lambda facts: facts["versions"].update(torch="2.99"))
+    other = shutil.copytree(study / "fsdp2", tmp_path / "study" / "other")
+    edit_json(other / "provenance.json", versions={**load(other).provenance["versions"], "torch": "2.99"})
     verdict = compare(other, study / "fsdp2")
     assert verdict.outcome is Outcome.EQUIVALENT, "equal bits of two versions are no proof"
     assert "torch 2.99 and" in verdict.sentence
@@ -170,8 +163,6 @@ def test_without_gradients_the_verdict_says_so(tmp_path: Path) -> None:
 
 
 def accumulated(rank: int, path: Path) -> None:
-    from harness.capture import watch
-
     torch.manual_seed(0)
     model = loops.Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -193,3 +184,61 @@ def test_calls_without_an_update_are_microbatches_of_one_step(tmp_path: Path, st
     assert record.length == loops.STEPS
     verdict = compare(record.path, study / "fsdp2")
     assert verdict.outcome in (Outcome.EQUAL, Outcome.EQUIVALENT), verdict.sentence
+
+
+# -- golden files, and a folder of watched runs ------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def golden(study: Path) -> Path:
+    (study.parent / "golden.npz").write_bytes(made_golden(study / "ddp"))
+    return study.parent / "golden.npz"
+
+
+def test_against_its_golden_file_the_run_itself_is_equal_and_another_layout_equivalent(
+    study: Path, golden: Path
+) -> None:
+    assert golden.stat().st_size < 200_000
+    assert load(golden).is_watched
+    assert gate(study / "ddp", golden).outcome is Outcome.EQUAL
+    for name in ("single", "hsdp"):
+        found = gate(study / name, golden)
+        assert found.outcome is Outcome.EQUIVALENT, found.sentence
+        assert "gradient distance, sketched" in {row.check for row in found.evidence}
+
+
+@pytest.mark.parametrize(
+    ("event", "at"),
+    [
+        ({"before_update": partial(scaled, DOWN, 1)}, 1),
+        ({"before_update": partial(scaled, DOWN, 5)}, 5),
+        ({"after_update": partial(moved, DOWN, 6)}, 6),
+    ],
+    ids=["gradient at step 1", "gradient at step 5", "update at step 6"],
+)
+def test_a_golden_file_finds_a_fault(event: dict[str, Any], at: int, golden: Path, tmp_path: Path) -> None:
+    found = gate(made(tmp_path / "study", "faulty", **event), golden)
+    assert found.outcome in (Outcome.DIFFERENT, Outcome.UNDECIDED), found.sentence
+    assert found.outcome is Outcome.DIFFERENT or at > 1
+    assert f"at step {at}, " in found.sentence
+    assert DOWN in found.sentence
+
+
+def test_bits_are_not_demanded_of_another_program(
+    study: Path, golden: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["gate", str(golden), str(study / "ddp"), "--bitwise"]) == 2
+    assert "promises no bits" in capsys.readouterr().err
+
+
+def test_a_folder_of_watched_runs_is_judged_and_reported(study: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    words = [str(study), "--control", str(study / "ddp")]
+    assert main(["verdict", *words]) == 0
+    told = capsys.readouterr().out
+    assert "EQUIVALENT: runs held against one control, 5 comparisons" in told
+    assert main(["report", *words]) == 0
+    page = (study / "report.html").read_text()
+    assert all(name in page for name in ("single", "hsdp", "EQUIVALENT"))
+    assert main(["report", str(study)]) == 0
+    assert "--control RUN says which" in (study / "report.html").read_text()
