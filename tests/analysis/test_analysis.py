@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,7 @@ import pytest
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from analysis import judge, load, plot, stats
-from harness.analysis import figures, load as harness_load, plot as plot_module, stats as stats_module
+from harness.analysis import figures, judge, load, plot, stats
 from harness.parity import Outcome
 from harness.store import labels, provenance
 from harness.store.rundir import RunDir
@@ -23,7 +22,15 @@ from tests.parity.arms import Arm
 from tests.parity.corpus import FP32, OURS
 from tests.parity.edits import edit_config, edit_json, edit_lines
 from tests.parity.lab import as_study, write
-from tests.support.mutants import Slip, each, kills
+from tests.support.mutants import finds
+
+pytestmark = pytest.mark.filterwarnings("ignore:constrained_layout not applied")
+
+
+@pytest.fixture(autouse=True)
+def _closed() -> Iterator[None]:
+    yield
+    plt.close("all")
 
 
 @pytest.fixture(scope="module")
@@ -86,49 +93,44 @@ def test_parts_and_other_are_what_was_recorded(other: list[float | None] | None,
     steps = pd.DataFrame({"run": ["a"] * 2, "step": [2, 3], "step_time_s": [4.0, 4.0], **parts})
     found = stats.parts(steps if other is None else steps.assign(other_s=other))
     assert dict(zip(found["part"], found["seconds"], strict=True)) == wanted
-    assert exceeding(steps) == [{"run": "a", "part": "other", "seconds": 2.0}]
+    exceeding = stats.parts(steps.assign(step_time_s=[2.0, 2.0])).to_dict("records")
+    assert exceeding == [{"run": "a", "part": "other", "seconds": 2.0}]
 
 
-def exceeding(steps: pd.DataFrame) -> list[dict[str, Any]]:
-    """What is told apart of steps that their parts exceed."""
-    found: list[dict[str, Any]] = stats_module.parts(steps.assign(step_time_s=[2.0, 2.0])).to_dict("records")
-    return found
-
-
-@kills("The pictures of a study", "a rest below nothing", "Parts that exceed a step are shown, and less than nothing")
-def test_a_hidden_excess_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    Slip(stats_module, "parts", "elif other.median() < 0", "elif False").put(monkeypatch)
-    parts = {"data_s": [1.0, 1.0], "forward_s": [None] * 2, "backward_s": [None] * 2, "optimizer_s": [2.0, 2.0]}
-    steps = pd.DataFrame({"run": ["a"] * 2, "step": [2, 3], "step_time_s": [4.0, 4.0], **parts})
-    assert exceeding(steps) != [{"run": "a", "part": "other", "seconds": 2.0}]
+test_a_hidden_excess_is_noticed = finds(
+    "The pictures of a study",
+    test_parts_and_other_are_what_was_recorded="""
+        a rest below nothing: Parts that exceed a step are shown, and less than nothing
+            analysis.stats.parts: elif other.median() < 0 => elif False
+            (other=None, wanted={"data": 1.0, "optimizer": 2.0, "other": 1.0})
+    """,
+)
 
 
 def test_zero_is_drawn_as_zero_and_a_bound_in_the_colour_of_its_arm() -> None:
     frame = pd.DataFrame({"run": ["a"] * 4, "step": [1, 2, 3, 4], "difference": [0.0, -1e-6, 0.0, float("nan")]})
     bounds = pd.DataFrame({"run": ["a"] * 4, "step": [1, 2, 3, 4], "allowed": [1e-5] * 4})
     figure, ax = plt.subplots()
-    plot.differences(frame, ax, plot_module.style({"a": "an arm"}), bounds)
+    plot.differences(frame, ax, plot.style({"a": "an arm"}), bounds)
     figure.canvas.draw()
     some, bound = ax.lines
     assert bound.get_linestyle() == "--"
-    assert {line.get_color() for line in (bound, some)} == {plot_module.COLOURS[0]}
+    assert {line.get_color() for line in (bound, some)} == {plot.COLOURS[0]}
     assert [*some.get_ydata()[:3]] == [0.0, 1e-6, 0.0]
     assert ax.get_ylim()[0] == 0.0
     heights = ax.transData.transform([(1, 0.0), (1, 1e-6), (1, 1e-5)])[:, 1]
     assert heights[2] - heights[1] > 0.2 * ax.get_window_extent().height, "a decade has room above the smallest"
-    plt.close(figure)
 
 
 def test_names_that_look_like_mathematics_are_drawn_as_they_stand() -> None:
     frame = pd.DataFrame({"run": ["a", "b"], "step": [1, 1], "loss": [1.0, 2.0]})
     figure, ax = plt.subplots(layout="constrained")
-    plot.losses(frame, ax, plot_module.style({"a": r"$\frac{$", "b": "_hid\nden"}))
-    plot_module.legend(ax)
+    plot.losses(frame, ax, plot.style({"a": r"$\frac{$", "b": "_hid\nden"}))
+    plot.legend(ax)
     figure.canvas.draw()
     (legend,) = figure.legends
     assert [text.get_text() for text in legend.get_texts()] == [r"\$\frac{\$", " _hid?den"]
     assert not legend.get_window_extent().overlaps(ax.get_window_extent()), "no legend stands over data"
-    plt.close(figure)
 
 
 LONG = "a_policy_with_a_name_that_nobody_would_type_" * 3
@@ -137,9 +139,9 @@ LONG = "a_policy_with_a_name_that_nobody_would_type_" * 3
 def test_long_names_stay_inside_and_apart() -> None:
     """They pushed the axes out of the figure, and lay over each other."""
     labels = {"a": f"optim, {LONG}1, seed 1", "b": f"optim, {LONG}2, seed 1", "c": "short"}
-    styles = plot_module.style(labels)
+    styles = plot.style(labels)
     frame = pd.DataFrame({"run": list("abc"), "step": 1, "loss": 1.0, "part": "forward", "seconds": 1.0})
-    figure, ax = plot_module.bars(3)
+    figure, ax = plot.bars(3)
     plot.stacks(frame, ax, styles, part="part", value="seconds", scale=1.0, unit="s")
     figure.canvas.draw()
     texts = figure.axes[0].get_yticklabels()
@@ -149,12 +151,11 @@ def test_long_names_stay_inside_and_apart() -> None:
         assert figure.bbox.x0 <= box.x0 < box.x1 <= figure.bbox.x1
         assert not [other for other in boxes[place + 1 :] if box.overlaps(other)]
     assert figure.axes[0].get_window_extent().width > 0.2 * figure.bbox.width
-    plt.close(figure)
 
 
 def test_one_step_stands_on_a_whole_number_with_its_bound() -> None:
     frame = pd.DataFrame({"run": ["a", "c"], "step": [1, 1], "loss": [2.0, 2.0], "difference": [1e-6, 0.0]})
-    styles = plot_module.style({"a": "arm", "c": "control"}, "c")
+    styles = plot.style({"a": "arm", "c": "control"}, "c")
     figure, (above, below) = plt.subplots(2)
     plot.losses(frame, above, styles)
     plot.differences(frame[:1], below, styles, pd.DataFrame({"run": ["a"], "step": [1], "allowed": [1e-5]}))
@@ -163,73 +164,22 @@ def test_one_step_stands_on_a_whole_number_with_its_bound() -> None:
         low, high = ax.get_xlim()
         assert {place for place in ax.get_xticks() if low <= place <= high} <= {0, 1, 2}
         assert not [line for line in ax.lines if len(line.get_xdata()) == 1 and line.get_marker() in ("None", "")]
-    plt.close(figure)
 
 
 def test_bars_are_stacked_in_the_order_of_the_styles() -> None:
     frame = pd.DataFrame({"run": ["b", "b", "a"], "part": ["x", "y", "x"], "bytes": [1, 2, 4]})
-    figure, ax = plot_module.bars(3)
-    styles = plot_module.style({"a": "A", "b": "B", "c": "C"})
+    _, ax = plot.bars(3)
+    styles = plot.style({"a": "A", "b": "B", "c": "C"})
     plot.stacks(frame, ax, styles, part="part", value="bytes", scale=2.0, unit="two")
     assert [text.get_text() for text in ax.get_yticklabels()] == ["A", "B", "C"]
     found = {(round(bar.get_y() + bar.get_height() / 2), bar.get_x(), bar.get_width()) for bar in ax.patches}
     assert found == {(0, 0.0, 2.0), (0, 2.0, 0.0), (1, 0.0, 0.5), (1, 0.5, 1.0), (2, 0.0, 0.0)}
-    plt.close(figure)
 
 
 def test_what_is_not_a_number_is_counted_in_the_caption() -> None:
     values = pd.Series([float("nan"), 1.0, float("inf"), None])
     assert figures._gaps(values) == " 3 values are no finite numbers and leave gaps."
     assert figures._gaps(pd.Series([1.0])) == ""
-
-
-MUTANTS = {
-    "names of any length": (
-        test_long_names_stay_inside_and_apart,
-        Slip(plot_module, "LONGEST", "", lambda _: 1000, "A long name pushes the axes out of the figure"),
-    ),
-    "a step between numbers": (
-        test_one_step_stands_on_a_whole_number_with_its_bound,
-        Slip(plot_module, "over_steps", "integer=True, min_n_ticks=1", "", "Ticks stand between whole steps"),
-    ),
-    "gaps of infinity": (
-        test_what_is_not_a_number_is_counted_in_the_caption,
-        Slip(
-            figures,
-            "_gaps",
-            "~np.isfinite(values.astype(float))",
-            "values.isna()",
-            "A loss of infinity is a gap unsaid",
-        ),
-    ),
-    "stacks in any order": (
-        test_bars_are_stacked_in_the_order_of_the_styles,
-        Slip(
-            plot_module,
-            "stacks",
-            ".reindex(list(styles))",
-            ".reindex([*styles][::-1])",
-            "A bar stands beside another run's name",
-        ),
-    ),
-    "zero by zero": (
-        lambda: test_two_losses_of_zero_do_not_differ(),
-        Slip(stats_module, "against", ".mask((loss == 0) & (base == 0), 0.0)", "", "Two zeros differ by NaN"),
-    ),
-}
-
-
-@pytest.mark.filterwarnings("ignore:constrained_layout not applied")
-@pytest.mark.parametrize("name", each("Pictures", MUTANTS))
-def test_mutants_of_pictures_are_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    claim, slip = MUTANTS[name]
-    slip.put(monkeypatch)
-    for module in (plot, stats):  # the notebooks' names for the same functions
-        for own in set(vars(module)) & set(vars(theirs := sys.modules[f"harness.{module.__name__}"])):
-            monkeypatch.setattr(module, own, vars(theirs)[own])
-    with pytest.raises(AssertionError):
-        claim()
-    plt.close("all")
 
 
 def test_two_losses_of_zero_do_not_differ() -> None:
@@ -251,14 +201,6 @@ def test_a_picture_of_some_runs_shows_the_control_and_what_failed(store: Path, m
             assert shown == {study.styles[run].label for run in wanted}
         few = " 2 of 3 runs are shown; those that did not pass come first."
         assert drawn.caption.endswith(few) == (drawn.title != "Distance to the control")
-        plt.close(drawn.figure)
-
-
-@kills("Pictures", "the first ones", "A picture of some runs shows the first ones, without the control and what failed")
-def test_a_picture_of_the_first_runs_is_found(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    Slip(figures, "_every_and_some", "ranked[:LINES]", "list(every)[:LINES]").put(monkeypatch)
-    with pytest.raises(AssertionError):
-        test_a_picture_of_some_runs_shows_the_control_and_what_failed(store, monkeypatch)
 
 
 def test_runs_are_labelled_by_what_differs_between_them() -> None:
@@ -309,9 +251,37 @@ def test_a_damaged_run_is_told_and_the_rest_is_read(tmp_path: Path) -> None:
     assert runs.loc[str(good), "label"] == good.name, "one of two runs is not the only one"
 
 
-@kills("The terminal", "the only run", "A run beside a damaged one is called the only run in tables and pictures")
-def test_a_run_that_is_not_the_only_one_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    Slip(harness_load, "runs", " if len(known) > 1 or len(mine) == 1 else {}", "").put(monkeypatch)
-    monkeypatch.setattr(load, "runs", harness_load.runs)
-    with pytest.raises(AssertionError, match="not the only one"):
-        test_a_damaged_run_is_told_and_the_rest_is_read(tmp_path)
+test_a_mutant_is_found = finds(
+    "The terminal",
+    test_a_damaged_run_is_told_and_the_rest_is_read="""
+        the only run: A run beside a damaged one is called the only run in tables and pictures
+            analysis.load.runs:  if len(known) > 1 or len(mine) == 1 else {} =>
+    """,
+)
+test_mutants_of_pictures_are_found = finds(
+    "Pictures",
+    test_long_names_stay_inside_and_apart="""
+        names of any length: A long name pushes the axes out of the figure
+            analysis.plot.LONGEST: 1000
+    """,
+    test_one_step_stands_on_a_whole_number_with_its_bound="""
+        a step between numbers: Ticks stand between whole steps
+            analysis.plot.over_steps: integer=True, min_n_ticks=1 =>
+    """,
+    test_what_is_not_a_number_is_counted_in_the_caption="""
+        gaps of infinity: A loss of infinity is a gap unsaid
+            analysis.figures._gaps: ~np.isfinite(values.astype(float)) => values.isna()
+    """,
+    test_bars_are_stacked_in_the_order_of_the_styles="""
+        stacks in any order: A bar stands beside another run's name
+            analysis.plot.stacks: .reindex(list(styles)) => .reindex([*styles][::-1])
+    """,
+    test_two_losses_of_zero_do_not_differ="""
+        zero by zero: Two zeros differ by NaN
+            analysis.stats.against: .mask((loss == 0) & (base == 0), 0.0) =>
+    """,
+    test_a_picture_of_some_runs_shows_the_control_and_what_failed="""
+        the first ones: A picture of some runs shows the first ones, without the control and what failed
+            analysis.figures._every_and_some: ranked[:LINES] => list(every)[:LINES]
+    """,
+)

@@ -5,16 +5,13 @@ from __future__ import annotations
 import json
 import shlex
 import shutil
-import sys
-from collections.abc import Callable
-from inspect import signature as signature_of
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from harness.bench import Report, record, report, text as folded
+from harness.bench import Report, report, text as folded
 from harness.bench.render import COLUMNS
 from harness.bench.report import _mixed
 from harness.cli.main import main
@@ -22,7 +19,8 @@ from harness.config.errors import BadRequest
 from harness.store.identity import signature
 from harness.store.study import write_study
 from tests.bench import lab
-from tests.support.mutants import Slip, each
+from tests.parity.lab import Cell
+from tests.support.mutants import finds
 
 
 def row(found: Report, engine: str, strategy: str) -> Any:
@@ -207,7 +205,7 @@ def test_arms_stand_with_what_they_are_held_against(tmp_path: Path) -> None:
     for values in cells:
         seconds = [0.2 if values["mesh"]["dp_outer"] == 2 else 0.1] * lab.TIMED
         lab.write(tmp_path, values, seconds)
-    write_study(tmp_path, [lab.Cell(values) for values in cells], controls)
+    write_study(tmp_path, [Cell(values) for values in cells], controls)
     (regime,) = report(tmp_path, "lab").regimes
     names = {name_of(one): one for one in regime["rows"]}
     assert set(names) == {"native optim_grads_params fp32", "native optim_grads_params bf16", "native hsdp"}
@@ -226,38 +224,24 @@ def test_arms_of_other_numbers_of_ranks_on_one_machine_are_compared() -> None:
     assert list(_mixed([process("a", "b"), process("a", "a")])) == ["hosts: ['a', 'b'] and ['a']"]
 
 
-REPORT = sys.modules["harness.bench.report"]
-MUTANTS: dict[str, tuple[Slip, Callable[[Path], None]]] = {
-    "steps that warm up": (
-        Slip(record, "_facts", 'lines[config["measure"]["warmup_steps"] :]', "lines", "Warm-up steps are timed"),
-        test_rows_are_medians_over_processes_without_the_warm_up,
-    ),
-    "a busy machine": (
-        Slip(record, "_facts", "* (load > ranks + 1)", "* False", "No block is disturbed by a machine's load"),
-        test_disturbed_blocks_are_flagged_and_kept,
-    ),
-    "two processors": (
-        Slip(REPORT, "_mixed", "if len(found) > 1", "if len(found) > 2", "Runs of two machines are compared"),
-        test_two_machines_cannot_be_compared,
-    ),
-    "a block that is missing": (
-        Slip(
-            REPORT,
-            "_ratio",
-            "mine.keys() & theirs.keys()",
-            "mine.keys() | theirs.keys()",
-            "An arm is held against blocks that it has not",
-        ),
-        test_a_missing_run_leaves_the_shared_blocks_and_is_named,
-    ),
-}
-
-
-@pytest.mark.parametrize("name", each("Timed studies", {name: slip for name, (slip, _) in MUTANTS.items()}))
-def test_a_mutant_is_noticed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    slip, check = MUTANTS[name]
-    if "root" in signature_of(check).parameters:
-        lab.record(tmp_path, lab.study(tmp_path))
-    slip.put(monkeypatch)
-    with pytest.raises((AssertionError, KeyError)):
-        check(tmp_path)
+test_a_mutant_is_noticed = finds(
+    "Timed studies",
+    test_rows_are_medians_over_processes_without_the_warm_up="""
+        steps that warm up: Warm-up steps are timed
+            bench.record._facts: lines[config["measure"]["warmup_steps"] :] => lines
+    """,
+    test_disturbed_blocks_are_flagged_and_kept="""
+        a busy machine: No block is disturbed by a machine's load
+            bench.record._facts: * (load > ranks + 1) => * False
+    """,
+    test_two_machines_cannot_be_compared="""
+        two processors: Runs of two machines are compared
+            bench.report._mixed: if len(found) > 1 => if len(found) > 2
+    """,
+    test_a_missing_run_leaves_the_shared_blocks_and_is_named="""
+        a block that is missing: An arm is held against blocks that it has not
+            bench.report._ratio: mine.keys() & theirs.keys() => mine.keys() | theirs.keys()
+            ()
+            KeyError
+    """,
+)

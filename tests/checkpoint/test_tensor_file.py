@@ -14,7 +14,7 @@ from safetensors import safe_open
 from harness.checkpoint import storage, tensor_file
 from harness.checkpoint.manifest import Chunk, Damaged
 from harness.store import tensor_header
-from tests.support.mutants import each, slips
+from tests.support.mutants import finds
 
 Table = dict[str, Any]
 
@@ -80,25 +80,16 @@ def test_a_file_of_another_dtype_than_its_manifest_says_is_damage(file: Path) ->
     assert chunk_of(file, "b", 2).tolist() == [4.0, 5.0]
 
 
-MUTANTS = slips(
-    lambda file: test_a_header_that_does_not_fit_is_damage("over another", file),
-    """
-    overlaps: Two tensors share bytes
-        store.tensor_header._misplaced: begin != ends => False
+test_mutants_are_found = finds(
+    "checkpoint files",
+    test_a_header_that_does_not_fit_is_damage="""
+        overlaps: Two tensors share bytes
+            store.tensor_header._misplaced: begin != ends => False
+            (how="over another")
     """,
-) | slips(
-    test_a_file_of_another_dtype_than_its_manifest_says_is_damage,
-    """
-    dtypes: What a file holds is cast to what the manifest says
-        checkpoint.storage.held_chunk: (tuple(held.shape), held.dtype) != (chunk.sizes, dtype)
-            => tuple(held.shape) != chunk.sizes
+    test_a_file_of_another_dtype_than_its_manifest_says_is_damage="""
+        dtypes: What a file holds is cast to what the manifest says
+            checkpoint.storage.held_chunk: (tuple(held.shape), held.dtype) != (chunk.sizes, dtype)
+                => tuple(held.shape) != chunk.sizes
     """,
 )
-
-
-@pytest.mark.parametrize("name", each("checkpoint files", MUTANTS))
-def test_mutants_are_found(name: str, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    claim, slip = MUTANTS[name]
-    slip.put(monkeypatch)
-    with pytest.raises(pytest.fail.Exception):
-        claim(file)

@@ -14,7 +14,7 @@ from harness.data.sources import FileSource, SyntheticSource
 from harness.engines import protocol as engine
 from harness.train.feed import Feed, joined
 from tests.support.factory import small_config
-from tests.support.mutants import each, found_by, slips
+from tests.support.mutants import finds
 
 LAYOUTS = [(ranks, size) for ranks in (1, 2, 3, 4) for size in (1, 2) if 24 % (ranks * size) == 0]
 
@@ -155,29 +155,38 @@ def test_synthetic_tokens_are_in_range_and_skewed() -> None:
     assert not np.array_equal(source[0], SyntheticSource(50, 64, 100, seed=4)[0])
 
 
-SLIPS = slips("""
-    from step 0: The first step is fed the second batch
-        data.loader.positions: (step - 1) * => step *
-    ranks overlap: Ranks begin one sequence apart
-        data.loader.positions: data_rank * own => data_rank
-    targets are the tokens: Targets are the tokens themselves
-        data.loader.Loader.batch: rows[:, 1:] => rows[:, :-1]
-    wherever it is fed: A digest does not say at which position a sequence was fed
-        data.loader.sequence_digest: position.to_bytes(8, "little") => b""
-    the last rank's: The digest of a step is that of one rank
-        data.loader.global_digest: sum(parts) => parts[-1]
-    one too many: A token as large as the vocabulary is let through
-        data.loader.Loader._sequence: largest >= vocab_size => largest > vocab_size
-    no last target: A sequence of a file lacks its last target
-        data.sources.FileSource.__getitem__: + self.seq_len + 1 => + self.seq_len
-    the larger half: Large token ids are the likely ones
-        data.sources.SyntheticSource.__getitem__: np.minimum( => np.maximum(
-""")
-
-
-@pytest.mark.parametrize("name", each("What a run is fed", SLIPS))
-def test_a_mutant_is_found(name: str, tmp_path: Path) -> None:
-    order = test_steps_are_random_access_and_wrap_into_a_new_order, test_ranks_see_different_sequences
-    files = test_large_files_are_mapped, test_token_beyond_the_vocabulary_is_named
-    rest = test_synthetic_tokens_are_in_range_and_skewed, test_digest_sees_any_change, test_targets_are_the_next_tokens
-    found_by(SLIPS[name], *order, *files, *rest, tmp_path=tmp_path)
+test_a_mutant_is_found = finds(
+    "What a run is fed",
+    test_steps_are_random_access_and_wrap_into_a_new_order="""
+        from step 0: The first step is fed the second batch
+            data.loader.positions: (step - 1) * => step *
+    """,
+    test_ranks_see_different_sequences="""
+        ranks overlap: Ranks begin one sequence apart
+            data.loader.positions: data_rank * own => data_rank
+    """,
+    test_targets_are_the_next_tokens="""
+        targets are the tokens: Targets are the tokens themselves
+            data.loader.Loader.batch: rows[:, 1:] => rows[:, :-1]
+    """,
+    test_digest_sees_any_change="""
+        wherever it is fed: A digest does not say at which position a sequence was fed
+            data.loader.sequence_digest: position.to_bytes(8, "little") => b""
+            (change="position")
+        the last rank's: The digest of a step is that of one rank
+            data.loader.global_digest: sum(parts) => parts[-1]
+            (change="token")
+    """,
+    test_token_beyond_the_vocabulary_is_named="""
+        one too many: A token as large as the vocabulary is let through
+            data.loader.Loader._sequence: largest >= vocab_size => largest > vocab_size
+    """,
+    test_large_files_are_mapped="""
+        no last target: A sequence of a file lacks its last target
+            data.sources.FileSource.__getitem__: + self.seq_len + 1 => + self.seq_len
+    """,
+    test_synthetic_tokens_are_in_range_and_skewed="""
+        the larger half: Large token ids are the likely ones
+            data.sources.SyntheticSource.__getitem__: np.minimum( => np.maximum(
+    """,
+)

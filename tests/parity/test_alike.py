@@ -115,10 +115,6 @@ def wrong(bench: Bench) -> Iterator[str]:
         yield "after another norm"
 
 
-def test_equal_gradients_leave_equal_weights(bench: Bench) -> None:
-    assert list(wrong(bench)) == []
-
-
 def test_what_a_run_shows_of_itself_comes_first(bench: Bench) -> None:
     """A whole tensor that is not updated breaks the rule of single updates, which says in which run."""
 

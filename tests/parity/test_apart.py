@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
 from harness.parity.tiers import divergence
 from harness.parity.tiers.arithmetic import Arithmetic
@@ -23,7 +22,7 @@ from harness.store import check_stream
 from harness.store.check_stream import CheckedTensor, StreamWriter, step_columns, tensor_columns
 from harness.store.rundir import flatten
 from tests.parity.corpus import BF16, FP32, OURS, OURS_BF16
-from tests.support.mutants import Slip, each, slips
+from tests.support.mutants import finds
 
 STEPS = 12
 NAMES = ("embedding.weight", "blocks.0.w_up.weight", "head.output.weight")
@@ -178,10 +177,6 @@ def broken_claims() -> Iterator[str]:
             yield f"{name}: {found}"
 
 
-def test_what_is_a_jump() -> None:
-    assert list(broken_claims()) == []
-
-
 # -- distances from sketches -------------------------------------------------------------------------------------------
 
 TENSORS = [CheckedTensor(f"w{number}", (4, 4)) for number in range(100)]
@@ -240,72 +235,69 @@ def wrong_distances(root: Path) -> Iterator[str]:
         yield "a gradient that was large long ago is not far off"
 
 
-def test_distances_are_those_of_what_was_sketched(tmp_path: Path) -> None:
-    assert list(wrong_distances(tmp_path)) == []
+def wrong(root: Path) -> Iterator[str]:
+    yield from broken_claims()
+    yield from wrong_distances(root)
 
 
 # -- mutants -----------------------------------------------------------------------------------------------------------
 
-AREA = "The comparator: how runs part"
-MUTANTS: dict[str, Slip] = slips(
-    """
-    BURST always: Stable training gets the room of hot
-        parity.tiers.divergence.gradient_jumps: found.steps <= last_stable => found.steps <= 0
-    margin for sums that cancel: In 16 bits a gradient is allowed what one that cancels may be off by
-        parity.tiers.divergence.gradient_jumps: whole / SAFETY if counted else whole => whole
-    baselines are rounded too: Gradients of equal weights by equal kernels are allowed what rounding explains
-        parity.tiers.divergence.gradient_jumps: np.minimum(sums, floors) => floors
-    baselines whatever step 1 said: Kernels are taken to be the same where weights are
-        parity.tiers.divergence.gradient_jumps: & (first == 0.0) =>
-    baselines by what overflowed: Gradients that overflowed count as equal
-        parity.tiers.divergence.gradient_jumps: & (first == 0.0) => & (known[:1] == 0.0)
-    baselines by what is not shown: Weights that nobody showed count as equal
-        parity.tiers.divergence.gradient_jumps: & bool(np.isfinite(found.weights).all()) =>
-    K of each tensor: A tensor's curvature is held against its own alone, as it was before `study=against_fp64`
-        parity.tiers.divergence.gradient_jumps: curvature.max(1, keepdims=True) => curvature
-    K of the present step: A gradient is held against the curvature that it shows itself
-        parity.tiers.divergence.gradient_jumps: np.concatenate((np.ones_like(largest[:1]), largest[:-1])) => largest
-    K of the last step: Curvature of earlier steps is forgotten
-        parity.tiers.divergence.gradient_jumps: np.maximum.accumulate( => (
-    rounding is curvature: Rounding over nearly equal weights counts as K
-        parity.tiers.divergence.gradient_jumps: known**2 - rounding**2 => known**2
-    K above the bound: Curvature counts only where it lies above what step 1 would be allowed
-        parity.tiers.divergence.gradient_jumps: whole, 4 * first) => whole, np.maximum(4 * first, floors))
-    weights after the step: A gradient is held against the weights that it made itself
-        parity.tiers.divergence.Apart.before: np.where(follows, shifted, self.whole) => self.whole
-    kept steps follow each other: Weights before a step are taken to be those of the kept step before, however long ago
-        parity.tiers.divergence.Apart.before: np.where(follows, shifted, self.whole) => shifted
-    no perturbation: What rounding makes of one update is a jump
-        parity.tiers.divergence.weight_jumps: STRIDE * burst * held + perturbation => STRIDE * burst * held
-    no gradient's perturbation: Weights that a gradient moved have jumped
-        parity.tiers.divergence.weight_jumps: push.given(gradients) => push.weights
-    one stride in hot training: Weights burst in no training
-        parity.tiers.divergence.weight_jumps: STRIDE * burst * held => STRIDE * held
-    the first weights are judged: The first step has no past
-        parity.tiers.divergence.weight_jumps: np.full_like(largest[:1], np.inf) => 0 * largest[:1]
-    what is not shown is worst: NaN stands for every tensor
-        parity.tiers.divergence._farthest: np.isnan(distances), -1.0 => np.isnan(distances), np.inf
-    sketches are added: Squares of sketches are added where their mean is the distance
-        parity.tiers.divergence._squares: ((left - right) ** 2).mean(-1) => ((left - right) ** 2).sum(-1)
-    reduced against local: The arm's reduced gradient is held against the control's local ones
-        parity.tiers.divergence._squares: columns(arm, "reduced"), sums) => columns(arm, "reduced"), local)
-    """
-) | {
-    f"{constant} is {value:g}": Slip(divergence, constant, "", lambda _, value=value: value, breaks)
-    for constant, value, breaks in (
-        ("JUMP", 5, "Curvature that bursts as clean pairs' did is a jump"),
-        ("JUMP", 75, "A gradient 200 times as far off is none"),
-        ("BURST", 1, "Hot training gets no more room than stable training"),
-        ("BURST", 62_500, "In hot training nothing is a jump"),
-        ("STRIDE", 1, "Weights that part threefold in a step jump"),
-        ("STRIDE", 100, "Weights 100 times as far apart do not"),
-        ("WINDOW", 1, "A gradient is held against its norm at that step, which may cancel"),
-        ("WINDOW", 10**6, "A gradient is held against the largest that it ever was"),
+CONSTANTS = (
+    ("JUMP", 5, "Curvature that bursts as clean pairs' did is a jump"),
+    ("JUMP", 75, "A gradient 200 times as far off is none"),
+    ("BURST", 1, "Hot training gets no more room than stable training"),
+    ("BURST", 62_500, "In hot training nothing is a jump"),
+    ("STRIDE", 1, "Weights that part threefold in a step jump"),
+    ("STRIDE", 100, "Weights 100 times as far apart do not"),
+    ("WINDOW", 1, "A gradient is held against its norm at that step, which may cancel"),
+    ("WINDOW", 10**6, "A gradient is held against the largest that it ever was"),
+)
+test_a_mutant_is_noticed = finds(
+    "The comparator: how runs part",
+    wrong="\n".join(
+        f"{name} is {value:g}: {breaks}\n    parity.tiers.divergence.{name}: {value}"
+        for name, value, breaks in CONSTANTS
     )
-}
-
-
-@pytest.mark.parametrize("name", each(AREA, MUTANTS))
-def test_a_mutant_is_noticed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
-    MUTANTS[name].put(monkeypatch)
-    assert any(broken_claims()) or any(wrong_distances(tmp_path)), f"{name} survives"
+    + """
+BURST always: Stable training gets the room of hot
+    parity.tiers.divergence.gradient_jumps: found.steps <= last_stable => found.steps <= 0
+margin for sums that cancel: In 16 bits a gradient is allowed what one that cancels may be off by
+    parity.tiers.divergence.gradient_jumps: whole / SAFETY if counted else whole => whole
+baselines are rounded too: Gradients of equal weights by equal kernels are allowed what rounding explains
+    parity.tiers.divergence.gradient_jumps: np.minimum(sums, floors) => floors
+baselines whatever step 1 said: Kernels are taken to be the same where weights are
+    parity.tiers.divergence.gradient_jumps: & (first == 0.0) =>
+baselines by what overflowed: Gradients that overflowed count as equal
+    parity.tiers.divergence.gradient_jumps: & (first == 0.0) => & (known[:1] == 0.0)
+baselines by what is not shown: Weights that nobody showed count as equal
+    parity.tiers.divergence.gradient_jumps: & bool(np.isfinite(found.weights).all()) =>
+K of each tensor: A tensor's curvature is held against its own alone, as it was before `study=against_fp64`
+    parity.tiers.divergence.gradient_jumps: curvature.max(1, keepdims=True) => curvature
+K of the present step: A gradient is held against the curvature that it shows itself
+    parity.tiers.divergence.gradient_jumps: np.concatenate((np.ones_like(largest[:1]), largest[:-1])) => largest
+K of the last step: Curvature of earlier steps is forgotten
+    parity.tiers.divergence.gradient_jumps: np.maximum.accumulate( => (
+rounding is curvature: Rounding over nearly equal weights counts as K
+    parity.tiers.divergence.gradient_jumps: known**2 - rounding**2 => known**2
+K above the bound: Curvature counts only where it lies above what step 1 would be allowed
+    parity.tiers.divergence.gradient_jumps: whole, 4 * first) => whole, np.maximum(4 * first, floors))
+weights after the step: A gradient is held against the weights that it made itself
+    parity.tiers.divergence.Apart.before: np.where(follows, shifted, self.whole) => self.whole
+kept steps follow each other: Weights before a step are taken to be those of the kept step before, however long ago
+    parity.tiers.divergence.Apart.before: np.where(follows, shifted, self.whole) => shifted
+no perturbation: What rounding makes of one update is a jump
+    parity.tiers.divergence.weight_jumps: STRIDE * burst * held + perturbation => STRIDE * burst * held
+no gradient's perturbation: Weights that a gradient moved have jumped
+    parity.tiers.divergence.weight_jumps: push.given(gradients) => push.weights
+one stride in hot training: Weights burst in no training
+    parity.tiers.divergence.weight_jumps: STRIDE * burst * held => STRIDE * held
+the first weights are judged: The first step has no past
+    parity.tiers.divergence.weight_jumps: np.full_like(largest[:1], np.inf) => 0 * largest[:1]
+what is not shown is worst: NaN stands for every tensor
+    parity.tiers.divergence._farthest: np.isnan(distances), -1.0 => np.isnan(distances), np.inf
+sketches are added: Squares of sketches are added where their mean is the distance
+    parity.tiers.divergence._squares: ((left - right) ** 2).mean(-1) => ((left - right) ** 2).sum(-1)
+reduced against local: The arm's reduced gradient is held against the control's local ones
+    parity.tiers.divergence._squares: columns(arm, "reduced"), sums) => columns(arm, "reduced"), local)
+""",
+)

@@ -19,12 +19,11 @@ from harness.parity.gate import gate, made
 from harness.parity.record import load
 from harness.parity.telling.render import junit, markdown
 from harness.parity.tiers import numeric
-from harness.store.errors import StoreError
 from tests.parity.arms import broken
 from tests.parity.conftest import Bench
 from tests.parity.corpus import FAULTS, FP32, OURS, TWINS, Case, scaled
 from tests.parity.edits import edit_json
-from tests.support.mutants import Slip, each, slips
+from tests.support.mutants import finds
 
 CONTROL = replace(FP32, checked=True, steps=12)
 ARM = replace(OURS, checked=True, strategy="optim_grads", steps=12)
@@ -200,73 +199,33 @@ def test_a_refresh_says_what_changes_and_by_how_much_of_the_bound(
     assert "--refresh" in capsys.readouterr().err
 
 
-def a_factor_is_found(bench: Bench, golden: Path) -> bool:
-    wrong = judged(bench, golden, broken(ARM, reduced=scaled(1.02)))
-    return any(found.check == numeric.LENGTH for found in wrong.findings)
+@pytest.mark.parametrize(("factor", "check"), [(1.02, numeric.LENGTH), (-1.0, numeric.DISTANCE)])
+def test_a_wrong_factor_or_sign_is_found(bench: Bench, golden: Path, factor: float, check: str) -> None:
+    wrong = judged(bench, golden, broken(ARM, reduced=scaled(factor)))
+    assert check in {found.check for found in wrong.findings}
 
 
-def a_direction_is_found(bench: Bench, golden: Path) -> bool:
-    """Gradients of the wrong sign have the same norms."""
-    wrong = judged(bench, golden, broken(ARM, reduced=scaled(-1.0)))
-    return any(found.check == numeric.DISTANCE for found in wrong.findings)
-
-
-def clean_passes(bench: Bench, golden: Path) -> bool:
-    try:
-        return judged(bench, golden, ARM).outcome is Outcome.EQUIVALENT
-    except ValueError:  # the root of a negative number
-        return False
-
-
-def another_version_is_refused(bench: Bench, golden: Path) -> bool:
-    changed(golden, lambda facts: facts.update(version=3))
-    try:
-        load(golden)
-    except StoreError:
-        return True
-    return False
-
-
-Holds = Callable[[Bench, Path], bool]
-MUTANTS: dict[str, tuple[Holds, Slip]] = {
-    **slips(
-        a_factor_is_found,
-        """
+test_a_mutant_is_found = finds(
+    "Baselines",
+    test_a_wrong_factor_or_sign_is_found="""
         lengths: Norms are not compared
             parity.tiers.numeric.first_step_sketched: abs(left - right) / right => 0.0 * right
-        """,
-    ),
-    **slips(
-        a_direction_is_found,
-        """
+            (factor=1.02, check=numeric.LENGTH)
         distances: Sketches are not compared
             parity.tiers.numeric.first_step_sketched: (0, DISTANCE, distance, => (0, DISTANCE, 0.0 * distance,
-        """,
-    ),
-    **slips(
-        clean_passes,
-        """
+            (factor=-1.0, check=numeric.DISTANCE)
+    """,
+    test_the_run_itself_is_equal_and_another_layout_equivalent="""
         the draw: Four sketches tell a distance exactly
             parity.tiers.numeric.first_step_sketched: DRAW * bound => 1e-3 * bound
         the rows: The rows of two tensors change places
             parity.baseline.read: np.ascontiguousarray(whole[1]) => whole[1][:, ::-1]
-        """,
-    ),
-    **slips(
-        another_version_is_refused,
-        """
+            ()
+            ^(AssertionError|ValueError)
+    """,
+    test_a_file_that_is_no_baseline_is_refused_in_a_sentence="""
         the version: A file of another format is believed
             parity.baseline.read: found.pop("version") != VERSION => not found.pop("version")
-        """,
-    ),
-}
-
-
-@pytest.mark.parametrize("name", each("Baselines", MUTANTS))
-def test_a_mutant_is_found(name: str, bench: Bench, golden: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    holds, slip = MUTANTS[name]
-    kept = golden.read_bytes()
-    assert holds(bench, golden)
-    golden.write_bytes(kept)
-    slip.put(monkeypatch)
-    assert not holds(bench, golden)
+            (name="another version")
+    """,
+)

@@ -23,7 +23,7 @@ from tests.parity.arms import Arm
 from tests.parity.conftest import Bench
 from tests.parity.lab import write_capture
 from tests.parity.network import bf16
-from tests.support.mutants import each, found_by, slips
+from tests.support.mutants import each_found_by
 
 TINY = Arithmetic("fp32", "fp32", "fp32", "fp32", 4, 2, 2, 4, 2048, 512, 200_000)
 BF16 = replace(TINY, compute="bf16")
@@ -235,7 +235,9 @@ def test_families_are_read_from_the_frozen_configuration() -> None:
     assert Arithmetic.of(before) == Arithmetic.of(config), "runs from before there were families"
 
 
-SLIPS = slips("""
+test_a_mutant_is_found = each_found_by(
+    "The comparator: bounds of rounding",
+    """
     equal losses: Routes are said to flip where losses are equal
         parity.tiers.envelope.Envelope.flips: if self.same_forward => if not self.arm
     a median of flips: Flips are bounded by what one run in two exceeds
@@ -262,15 +264,15 @@ SLIPS = slips("""
         parity.tiers.arithmetic.Arithmetic.quantized: squares = 2 * squares + => squares = squares +
     a piece as the whole: A small piece is bounded like a large one
         parity.tiers.arithmetic.of_piece: max(1, numel) => 1000
-""")
-
-
-@pytest.mark.parametrize("name", each("The comparator: bounds of rounding", SLIPS))
-def test_a_mutant_is_found(name: str) -> None:
-    shared = test_what_tensors_share_is_capped_by_their_residual_and_by_the_dtype, test_no_route_flips_where_none_can
-    numbers = test_the_numbers_the_bounds_come_to, test_operands_of_8_bits_are_counted_once_a_product
-    small = test_a_sum_of_few_elements_may_cancel, test_a_reused_weight_may_be_one_rounding_off_and_no_other_may
-    found_by(SLIPS[name], *shared, *numbers, *small, test_a_sum_kept_in_bf16_stagnates_within_the_worst_case)
+    """,
+    test_what_tensors_share_is_capped_by_their_residual_and_by_the_dtype,
+    test_no_route_flips_where_none_can,
+    test_the_numbers_the_bounds_come_to,
+    test_operands_of_8_bits_are_counted_once_a_product,
+    test_a_sum_of_few_elements_may_cancel,
+    test_a_reused_weight_may_be_one_rounding_off_and_no_other_may,
+    test_a_sum_kept_in_bf16_stagnates_within_the_worst_case,
+)
 
 
 ARM = Arm(engine="native", strategy="optim", updates=())

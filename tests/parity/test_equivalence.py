@@ -14,7 +14,7 @@ from harness.parity.tiers.equivalence import ALPHA, POWER, decide, holm, paired_
 from tests.parity.corpus import FP32, OURS
 from tests.parity.edits import edit_json, edit_lines
 from tests.parity.lab import CLEAN, as_study, write
-from tests.support.mutants import each, found_by, slips
+from tests.support.mutants import each_found_by
 
 MARGIN = 1.0
 LOSS = {"loss": MARGIN}
@@ -151,7 +151,9 @@ def test_seeds_of_a_study_decide_by_its_margins(store: Path) -> None:
     assert [each.exit_code for each in outcomes] == [0, 3, 1]
 
 
-SLIPS = slips("""
+test_a_mutant_is_found = each_found_by(
+    "The comparator: paired seeds",
+    """
     a wider interval: The interval covers more than it states
         parity.tiers.equivalence._tested: 1.0 - ALPHA => 1.0 - ALPHA / 2
     off from 0: What is not 0 is called different, whatever the margin
@@ -166,15 +168,11 @@ SLIPS = slips("""
         parity.tiers.equivalence._bonferroni: * min(p_values) => * max(p_values)
     a margin of 0: A margin of 0 is let through
         parity.tiers.equivalence.paired_test: if not margin > 0 => if margin < 0
-""")
-
-
-@pytest.mark.parametrize("name", each("The comparator: paired seeds", SLIPS))
-def test_a_mutant_is_found(name: str) -> None:
-    rules = (
-        test_holm_by_hand,
-        test_every_measure_must_be_equivalent_and_any_may_differ,
-        test_a_margin_of_zero_is_refused,
-    )
-    rates = test_the_interval_covers_what_it_states, test_an_arm_at_the_margin_is_seldom_called_either
-    found_by(SLIPS[name], *rules, test_equal_runs_have_no_noise_and_are_equivalent, *rates)
+    """,
+    test_holm_by_hand,
+    test_every_measure_must_be_equivalent_and_any_may_differ,
+    test_a_margin_of_zero_is_refused,
+    test_equal_runs_have_no_noise_and_are_equivalent,
+    test_the_interval_covers_what_it_states,
+    test_an_arm_at_the_margin_is_seldom_called_either,
+)

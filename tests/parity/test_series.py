@@ -19,7 +19,7 @@ from harness.parity.outcome import SeedVerdict
 from harness.parity.series import Series, against_history, judge_series
 from harness.wandb_sync import series as readers
 from harness.wandb_sync.series import import_series
-from tests.support.mutants import Slip, each, slips
+from tests.support.mutants import finds
 from tests.support.wandb_file import only_file
 
 STEPS = 60
@@ -65,17 +65,9 @@ def jsonl(path: Path, values: dict[int, float]) -> Path:
     return path
 
 
-def golden(path: Path, values: dict[int, float]) -> Path:
+def golden(path: Path, values: Any) -> Path:
     head = {"start_step": 1, "end_step": STEPS, "step_interval": 1}
-    path.write_text(
-        json.dumps({"train/loss": {**head, "values": {str(step): value for step, value in values.items()}}})
-    )
-    return path
-
-
-def former_golden(path: Path, values: dict[int, float]) -> Path:
-    head = {"start_step": 1, "end_step": STEPS, "step_interval": 1}
-    path.write_text(json.dumps({"train/loss": {**head, "values": list(values.values())}}))
+    path.write_text(json.dumps({"train/loss": {**head, "values": values}}))
     return path
 
 
@@ -101,7 +93,7 @@ SOURCES: dict[str, Callable[[Path], Path]] = {
     "csv": lambda folder: write_csv(folder / "a.csv", curve(0)),
     "jsonl": lambda folder: jsonl(folder / "a.jsonl", curve(0)),
     "golden": lambda folder: golden(folder / "a.json", curve(0)),
-    "former golden": lambda folder: former_golden(folder / "a.json", curve(0)),
+    "former golden": lambda folder: golden(folder / "a.json", [*curve(0).values()]),
     "wandb": lambda folder: wandb_file(folder, curve(0)),
     "tensorboard": lambda folder: tensorboard(folder, curve(0)),
 }
@@ -235,77 +227,50 @@ def test_false_alarms_are_as_many_as_promised() -> None:
     assert 3 < alarms < 37, "0.05 * 400 = 20, and four standard deviations"
 
 
-def noise_is_undecided(folder: Path) -> bool:
-    new = [made(folder, f"new-{n}", curve(50 + n)) for n in range(2)]
-    return against_history(new, history(folder)).outcome is Outcome.UNDECIDED
+def test_a_spike_is_named(tmp_path: Path) -> None:
+    old = history(tmp_path, 8)
+    found = against_history([made(tmp_path, "new", curve(3, spike=7))], old[4:], {"loss": 0.2})
+    assert found.outcome is Outcome.UNDECIDED
+    assert "at step 7, loss of" in found.sentence
 
 
-def spikes_are_seen(folder: Path) -> bool:
-    old = history(folder, 8)
-    found = against_history([made(folder, "new", curve(3, spike=7))], old[4:], {"loss": 0.2})
-    return found.outcome is Outcome.UNDECIDED and "at step 7, loss of" in found.sentence
-
-
-def bands_hold_clean_runs(folder: Path) -> bool:
+def test_bands_hold_clean_runs() -> None:
     """Of 40 clean jobs hardly one has a number outside."""
-    return sum("where earlier runs lie" in clean_job(number).sentence for number in range(40)) < 8
+    assert sum("where earlier runs lie" in clean_job(number).sentence for number in range(40)) < 8
 
 
-def broken_runs_are_different(folder: Path) -> bool:
-    found = against_history([made(folder, "new", curve(50) | {9: float("inf")})], history(folder))
-    return found.outcome is Outcome.DIFFERENT and "at step 9, loss of runs/new is inf" in found.sentence
+def test_a_broken_run_is_different(tmp_path: Path) -> None:
+    found = against_history([made(tmp_path, "new", curve(50) | {9: float("inf")})], history(tmp_path))
+    assert found.outcome is Outcome.DIFFERENT
+    assert "at step 9, loss of runs/new is inf" in found.sentence
 
 
-def resumed_rows_are_last(folder: Path) -> bool:
-    folder.mkdir()
-    (folder / "a.csv").write_text("step,loss\n1,4.0\n2,3.0\n2,2.0\n3,\n")
-    import_series(folder / "a.csv", folder / "runs" / "a", {"loss": "loss"})
-    return Series.of(folder / "runs" / "a").values["loss"] == {1: 4.0, 2: 2.0}
+def test_the_last_row_of_a_step_counts(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("step,loss\n1,4.0\n2,3.0\n2,2.0\n3,\n")
+    import_series(tmp_path / "a.csv", tmp_path / "runs" / "a", {"loss": "loss"})
+    assert Series.of(tmp_path / "runs" / "a").values["loss"] == {1: 4.0, 2: 2.0}
 
 
-Holds = Callable[[Path], bool]
-MUTANTS: dict[str, tuple[Holds, Slip]] = {
-    **slips(
-        noise_is_undecided,
-        """
+test_a_mutant_is_found = finds(
+    "Series",
+    test_noise_alone_is_undecided_without_a_margin_and_equivalent_with_a_wide_one="""
         the noise of a new run: A new run has no noise
             parity.tiers.equivalence.unpaired_test: 1 / len(arm) + 1 / len(control) => 1 / len(control) ** 3
-        """,
-    ),
-    **slips(
-        spikes_are_seen,
-        """
+    """,
+    test_a_spike_is_named="""
         spikes: No number leaves a band
             parity.series.Measure.band: half = times => half = 1e9 * times
-        """,
-    ),
-    **slips(
-        bands_hold_clean_runs,
-        """
+    """,
+    test_bands_hold_clean_runs="""
         many steps: Each step has 20 % of false alarms
             parity.series.Measure.band: 1 - ALPHA / (2 * tests) => 1 - 2 * ALPHA
-        """,
-    ),
-    **slips(
-        broken_runs_are_different,
-        """
+    """,
+    test_a_broken_run_is_different="""
         no number: An infinite loss passes
             parity.series.Measure.broken: ~np.isfinite(self.new) => np.isnan(self.new)
-        """,
-    ),
-    **slips(
-        resumed_rows_are_last,
-        """
+    """,
+    test_the_last_row_of_a_step_counts="""
         resumed rows: The first row of a step counts
             wandb_sync.series._of_rows: column[int(place)] = found => column.setdefault(int(place), found)
-        """,
-    ),
-}
-
-
-@pytest.mark.parametrize("name", each("Series", MUTANTS))
-def test_a_mutant_is_found(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    holds, slip = MUTANTS[name]
-    assert holds(tmp_path / "right")
-    slip.put(monkeypatch)
-    assert not holds(tmp_path / "wrong")
+    """,
+)

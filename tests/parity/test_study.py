@@ -20,7 +20,7 @@ from harness.parity import Outcome, compare, so_far, study_text, text, verdict, 
 from harness.parity.outcome import Finding, Grade, Stage, StudyVerdict
 from harness.parity.telling import render
 from harness.parity.telling.wording import OUTCOMES
-from harness.store import provenance, study as records
+from harness.store import provenance
 from harness.store.errors import StoreError
 from tests.parity.arms import Params, broken
 from tests.parity.conftest import Bench
@@ -28,7 +28,7 @@ from tests.parity.corpus import FAULTS, FP32, OURS, Case, duplicated, scaled
 from tests.parity.edits import edit_json, edit_lines
 from tests.parity.lab import CLEAN, as_study, write
 from tests.parity.test_witness import CONTROL, SEEN
-from tests.support.mutants import Slip, each, finds, kills
+from tests.support.mutants import finds
 
 
 @pytest.fixture(scope="module")
@@ -103,11 +103,15 @@ def test_an_arm_whose_control_is_not_listed_is_told_of_the_record(copy: Path) ->
         verdict(copy, "typo")
 
 
-@kills("The terminal", "unlisted control", "An unlisted control ends a verdict with a KeyError")
-def test_a_record_that_nobody_checks_is_found(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    Slip(records, "read_study", 'cell["control"] not in listed', "False").put(monkeypatch)
-    with pytest.raises(KeyError):
-        test_an_arm_whose_control_is_not_listed_is_told_of_the_record(copy)
+test_a_record_that_nobody_checks_is_found = finds(
+    "The terminal",
+    test_an_arm_whose_control_is_not_listed_is_told_of_the_record="""
+        unlisted control: An unlisted control ends a verdict with a KeyError
+            store.study.read_study: cell["control"] not in listed => False
+            ()
+            KeyError
+    """,
+)
 
 
 def test_a_study_asks_for_damaged_runs_alone(copy: Path) -> None:
@@ -159,30 +163,26 @@ def worst_of(shown: str) -> str:
     return next(line for line in shown.splitlines() if line.startswith("worst "))
 
 
-def marks_of_a_doubt(bench: Bench) -> str:
-    """The close-up of a tensor that jumped in a late step, which refutes nothing."""
+def test_the_close_up_calls_nothing_bad_that_is_in_doubt(bench: Bench) -> None:
+    """Of a tensor that jumped in a late step, which refutes nothing."""
     late = broken(replace(OURS, checked=True, captures=(1, 3)), local=_shrunk)
     arm, control = bench.run(late), bench.run(replace(FP32, checked=True, captures=(1, 3)))
     verdict = compare(arm, control, sources=CLEAN)
     assert verdict.outcome is Outcome.UNDECIDED, verdict.sentence
-    return worst_of(render.zoom(arm, control, "blocks.1.w_up.weight", step=3)).split()[-1]
+    assert worst_of(render.zoom(arm, control, "blocks.1.w_up.weight", step=3)).split()[-1] == "?"
 
 
 def _shrunk(step: int, values: Params) -> Params:
     return {name: value * value.dtype.type(0.9 if step >= 3 else 1.0) for name, value in values.items()}
 
 
-def test_the_close_up_calls_nothing_bad_that_is_in_doubt(bench: Bench) -> None:
-    assert marks_of_a_doubt(bench) == "?"
-
-
-SURE = Slip(render, "zoom", "step > 1 or envelope.flips", "False", "What is in doubt is called bad")
-
-
-@pytest.mark.parametrize("name", each("The close-up of a tensor", [("sure of a late step", SURE.breaks)]))
-def test_a_close_up_that_is_too_sure_is_noticed(bench: Bench, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    SURE.put(monkeypatch)
-    assert "BAD" in marks_of_a_doubt(bench)
+test_a_close_up_that_is_too_sure_is_noticed = finds(
+    "The close-up of a tensor",
+    test_the_close_up_calls_nothing_bad_that_is_in_doubt="""
+        sure of a late step: What is in doubt is called bad
+            parity.telling.render.zoom: step > 1 or envelope.flips => False
+    """,
+)
 
 
 def test_the_close_up_names_what_there_is(bench: Bench) -> None:
@@ -287,7 +287,6 @@ def wrong_choices() -> Iterator[str]:
 
 
 def test_what_is_far_for_this_pair_is_named() -> None:
-    assert list(wrong_choices()) == []
     assert render.farthest([]) is None
     assert render.farthest([replace(row(SCALE, 0.1), observed="as kept", allowed="as kept")]) is None
     assert render.farthest([row("a check of its own", 0.9)]) == (0.9, "a check of its own")

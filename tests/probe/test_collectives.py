@@ -22,65 +22,19 @@ SHARD = 1000
 """Elements of one rank's part; fp32 unless said."""
 
 
-def all_gather_base(rank: int) -> None:
-    dist.all_gather_into_tensor(torch.empty(RANKS * SHARD), torch.ones(SHARD))
+def ones(numel: int = SHARD) -> torch.Tensor:
+    return torch.ones(numel)
 
 
-def all_gather_list(rank: int) -> None:
-    dist.all_gather([torch.empty(SHARD) for _ in range(RANKS)], torch.ones(SHARD))
-
-
-def reduce_scatter_base(rank: int) -> None:
-    dist.reduce_scatter_tensor(torch.empty(SHARD), torch.ones(RANKS * SHARD))
-
-
-def reduce_scatter_bf16(rank: int) -> None:
-    dist.reduce_scatter_tensor(torch.empty(SHARD).bfloat16(), torch.ones(RANKS * SHARD).bfloat16())
-
-
-def reduce_scatter_list(rank: int) -> None:
-    dist.reduce_scatter(torch.empty(SHARD), [torch.ones(SHARD) for _ in range(RANKS)])
-
-
-def all_reduce(rank: int) -> None:
-    dist.all_reduce(torch.ones(RANKS * SHARD))
-
-
-def all_reduce_of_one_double(rank: int) -> None:
-    dist.all_reduce(torch.ones(1, dtype=torch.float64))
-
-
-def all_to_all_even(rank: int) -> None:
-    dist.all_to_all_single(torch.empty(RANKS * SHARD), torch.ones(RANKS * SHARD))
-
-
-def all_to_all_uneven(rank: int) -> None:
+def uneven(rank: int) -> None:
     """Rank r sends (i + 1) rows of 5 to rank i, and so gets r + 1 rows from everyone."""
     sizes = [i + 1 for i in range(RANKS)]
     received = torch.empty(RANKS * (rank + 1), 5)
     dist.all_to_all_single(received, torch.ones(sum(sizes), 5), [rank + 1] * RANKS, sizes)
 
 
-def broadcast(rank: int) -> None:
-    dist.broadcast(torch.ones(SHARD), src=1)
-
-
-def scatter(rank: int) -> None:
-    parts = [torch.ones(SHARD) for _ in range(RANKS)] if rank == 1 else None
-    dist.scatter(torch.empty(SHARD), parts, src=1)
-
-
-def gather(rank: int) -> None:
-    parts = [torch.empty(SHARD) for _ in range(RANKS)] if rank == 1 else None
-    dist.gather(torch.ones(SHARD), parts, dst=1)
-
-
-def reduce(rank: int) -> None:
-    dist.reduce(torch.ones(SHARD), dst=1)
-
-
 def ring(rank: int) -> None:
-    sent = dist.isend(torch.ones(SHARD), (rank + 1) % RANKS)
+    sent = dist.isend(ones(), (rank + 1) % RANKS)
     dist.recv(torch.empty(SHARD), (rank - 1) % RANKS)
     assert sent is not None
     sent.wait()
@@ -96,13 +50,13 @@ def by_keyword(rank: int) -> None:
     """A call no fast path knows is still counted once."""
     group = dist.group.WORLD
     assert group is not None
-    group.allreduce(tensors=[torch.ones(SHARD)], opts=dist.AllreduceOptions()).wait()
+    group.allreduce(tensors=[ones()], opts=dist.AllreduceOptions()).wait()
 
 
 def subgroup(rank: int) -> None:
     group = dist.new_group([0, 1])
     if rank < 2:
-        dist.all_reduce(torch.ones(SHARD), group=group)
+        dist.all_reduce(ones(), group=group)
 
 
 def labelled(rank: int) -> None:
@@ -111,48 +65,65 @@ def labelled(rank: int) -> None:
         ring(rank)
         ring(rank)
     with Observer.announce("all_gather", "blocks.0/fp32"):
-        all_gather_base(rank)
+        dist.all_gather_into_tensor(ones(RANKS * SHARD), ones())
 
 
+ALL = RANKS * SHARD
 S, F = SHARD * 4, RANKS - 1
-CASES: list[tuple[Callable[[int], None], str, list[int]]] = [
-    (all_gather_base, "all_gather", [S * F] * RANKS),
-    (all_gather_list, "all_gather", [S * F] * RANKS),
-    (reduce_scatter_base, "reduce_scatter", [S * F] * RANKS),
-    (reduce_scatter_bf16, "reduce_scatter", [S * F // 2] * RANKS),
-    (reduce_scatter_list, "reduce_scatter", [S * F] * RANKS),
-    (all_reduce, "all_reduce", [2 * S * F] * RANKS),
-    (all_reduce_of_one_double, "all_reduce", [11] * RANKS),  # 2 * 8 * 2 / 3, rounded up
-    (all_to_all_even, "all_to_all", [S * F] * RANKS),
-    (all_to_all_uneven, "all_to_all", [20 * 5, 20 * 4, 20 * 3]),
-    (broadcast, "broadcast", [0, S * F, 0]),
-    (scatter, "scatter", [0, S * F, 0]),
-    (gather, "gather", [S, 0, S]),
-    (reduce, "reduce", [S, 0, S]),
-    (ring, "send", [S] * RANKS),
-    (in_backward, "all_reduce", [30 * 20 * 4 * 2 * F // RANKS] * RANKS),
-    (by_keyword, "all_reduce", [-(-2 * S * F // RANKS)] * RANKS),
-    (subgroup, "all_reduce", [S, S, -1]),
-]
+CASES: dict[str, tuple[Callable[[int], object], str, list[int]]] = {
+    "all_gather base": (lambda rank: dist.all_gather_into_tensor(ones(ALL), ones()), "all_gather", [S * F] * RANKS),
+    "all_gather list": (lambda rank: dist.all_gather([*ones(ALL).chunk(RANKS)], ones()), "all_gather", [S * F] * RANKS),
+    "reduce_scatter base": (
+        lambda rank: dist.reduce_scatter_tensor(ones(), ones(ALL)), "reduce_scatter", [S * F] * RANKS
+    ),
+    "reduce_scatter bf16": (
+        lambda rank: dist.reduce_scatter_tensor(ones().bfloat16(), ones(ALL).bfloat16()),
+        "reduce_scatter", [S * F // 2] * RANKS,
+    ),
+    "reduce_scatter list": (
+        lambda rank: dist.reduce_scatter(ones(), [*ones(ALL).chunk(RANKS)]), "reduce_scatter", [S * F] * RANKS
+    ),
+    "all_reduce": (lambda rank: dist.all_reduce(ones(ALL)), "all_reduce", [2 * S * F] * RANKS),
+    "all_reduce of one double": (  # 2 * 8 * 2 / 3, rounded up
+        lambda rank: dist.all_reduce(ones(1).double()), "all_reduce", [11] * RANKS
+    ),
+    "all_to_all even": (lambda rank: dist.all_to_all_single(ones(ALL), ones(ALL)), "all_to_all", [S * F] * RANKS),
+    "all_to_all uneven": (uneven, "all_to_all", [20 * 5, 20 * 4, 20 * 3]),
+    "broadcast": (lambda rank: dist.broadcast(ones(), src=1), "broadcast", [0, S * F, 0]),
+    "scatter": (
+        lambda rank: dist.scatter(ones(), [*ones(ALL).chunk(RANKS)] if rank == 1 else None, src=1),
+        "scatter", [0, S * F, 0],
+    ),
+    "gather": (
+        lambda rank: dist.gather(ones(), [*ones(ALL).chunk(RANKS)] if rank == 1 else None, dst=1),
+        "gather", [S, 0, S],
+    ),
+    "reduce": (lambda rank: dist.reduce(ones(), dst=1), "reduce", [S, 0, S]),
+    "ring": (ring, "send", [S] * RANKS),
+    "in backward": (in_backward, "all_reduce", [30 * 20 * 4 * 2 * F // RANKS] * RANKS),
+    "by keyword": (by_keyword, "all_reduce", [-(-2 * S * F // RANKS)] * RANKS),
+    "subgroup": (subgroup, "all_reduce", [S, S, -1]),
+}  # fmt: skip
+"""A collective, its kind, and the bytes that each rank sends; -1: it takes no part."""
 
 
 def measure(rank: int) -> dict[str, Any]:
     meter = CollectiveMeter()
     rows: dict[str, Any] = {}
-    for function, _, _ in CASES:
+    for name, (collective, *_) in CASES.items():
         dist.barrier()
         meter.take()
-        function(rank)
-        rows[function.__name__] = meter.take()
+        collective(rank)
+        rows[name] = meter.take()
     labelled(rank)
     rows["labelled"] = meter.take()
     with meter.paused():
-        all_reduce(rank)
+        dist.all_reduce(ones(ALL))
     rows["paused"] = meter.take()
     meter.close()
-    all_reduce(rank)
+    dist.all_reduce(ones(ALL))
     with closing(Traffic()) as watched, closing(CollectiveMeter()) as other:
-        all_reduce(rank)
+        dist.all_reduce(ones(ALL))
         rows["gave way"] = len(watched.take()), len(other.take())
         rows["closed"] = meter.take()
         rows["twice"] = _refusal()
@@ -172,14 +143,11 @@ def measured() -> list[dict[str, Any]]:
     return run_ranks(measure, RANKS)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case[0].__name__)
-def test_bytes_each_rank_must_send(
-    measured: list[dict[str, Any]], case: tuple[Callable[[int], None], str, list[int]]
-) -> None:
-    function, kind, expected = case
-    for rank, num_bytes in enumerate(expected):
-        rows = measured[rank][function.__name__]
-        assert rows == ([] if num_bytes < 0 else [Row(kind, "", 1, num_bytes)])
+@pytest.mark.parametrize("name", CASES)
+def test_bytes_each_rank_must_send(measured: list[dict[str, Any]], name: str) -> None:
+    _, kind, expected = CASES[name]
+    for of_rank, num_bytes in zip(measured, expected, strict=True):
+        assert of_rank[name] == ([] if num_bytes < 0 else [Row(kind, "", 1, num_bytes)])
 
 
 def test_labels_take_the_bytes_of_what_they_are_built_of(measured: list[dict[str, Any]]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import stat
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from harness.probe.capture import beside, write_step
 from harness.probe.collectives import CollectiveMeter, Row
 from harness.probe.flops import peak_of_name
 from harness.probe.meters import ASIDE, Timers
-from tests.support.mutants import Slip, each
+from tests.support.mutants import finds
 from tests.train.runs import described
 
 CPU = torch.device("cpu")
@@ -52,39 +53,38 @@ def test_waits_are_what_engines_announce() -> None:
     assert meter.take_waited_s() is None
 
 
-SEEN = [Row("all_gather", "weights", 1, 0), True, False]
+DETACH = Observer.detach
 
 
-def observed() -> tuple[list[object], CollectiveMeter]:
-    """What a meter saw of an engine that announces; once more after it was closed, which it must not see."""
+@pytest.fixture
+def meter() -> Iterator[CollectiveMeter]:
     meter = CollectiveMeter()
+    yield meter
+    DETACH(meter)  # where a mistake left it attached
+
+
+def test_meters_see_what_any_engine_announces(meter: CollectiveMeter) -> None:
+    """And nothing of it after they were closed."""
     seen: list[object] = []
     for _ in range(2):
         with Observer.announce("all_gather", "weights"), Observer.waiting():
             pass
         seen += [*meter.take(), meter.take_waited_s() is not None]
         meter.close()
-    return seen, meter
+    assert seen == [Row("all_gather", "weights", 1, 0), True, False]
 
 
-def test_meters_see_what_any_engine_announces() -> None:
-    assert observed()[0] == SEEN
-
-
-SLIPS = {
-    "waits": Slip(Observer, "leave", "token is not None", "False", "Observers are not told of waits"),
-    "collectives": Slip(Observer, "announce", "begin(", "resume(", "Collectives are labelled, and observers not told"),
-    "ends": Slip(Observer, "detach", "_observers.remove(self)", "pass", "A meter that was closed goes on counting"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", each("Observers of engines", ((name, slip.breaks) for name, slip in SLIPS.items())))
-def test_an_observer_that_is_told_wrongly_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patched:
-        SLIPS[name].put(patched)
-        seen, meter = observed()
-    meter.detach()  # where the mistake left it attached
-    assert seen != SEEN
+test_an_observer_that_is_told_wrongly_is_found = finds(
+    "Observers of engines",
+    test_meters_see_what_any_engine_announces="""
+        waits: Observers are not told of waits
+            fsdp.Observer.leave: token is not None => False
+        collectives: Collectives are labelled, and observers not told
+            fsdp.Observer.announce: begin( => resume(
+        ends: A meter that was closed goes on counting
+            fsdp.Observer.detach: _observers.remove(self) => pass
+    """,
+)
 
 
 @pytest.mark.parametrize(

@@ -62,10 +62,6 @@ def wrong_copies() -> Iterator[str]:
         yield "what copies look at has another sketch"
 
 
-def test_ranges_of_any_cut_add_up_to_the_whole() -> None:
-    assert list(wrong()) == []
-
-
 test_a_mutant_is_found = finds(
     "The comparator: sketches",
     wrong="""

@@ -14,15 +14,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from harness.config.roundoff import FINEST
 from harness.fsdp.vocabulary import Numerics
-from harness.probe.step_checks import pieces as pieces_module, sketch as module
+from harness.probe.step_checks import pieces, sketch as module
 from harness.probe.step_checks.local import LocalWatch
-from harness.probe.step_checks.pieces import Block, Piece, own_places, portions, shares
+from harness.probe.step_checks.pieces import Block, Piece, own_places, shares
 from harness.probe.step_checks.sketch import SKETCHES, Place, Signs, Sketch
 from harness.probe.step_checks.table import largest_table, step_numbers, summed_table
 from harness.store.check_stream import step_columns
 from harness.train.step_checks import integer_floor
 from tests.support.factory import small_config
-from tests.support.mutants import Slip, finds, kills
+from tests.support.mutants import finds
 
 
 def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -80,10 +80,6 @@ def wrong_cells() -> Iterator[str]:
             yield f"a {name}: four sketches err more than four draws do"
 
 
-def test_cells() -> None:
-    assert list(wrong_cells()) == []
-
-
 def wrong_places() -> Iterator[str]:
     """The first look at a weight is also one at what is kept, where that is the very memory, and nowhere else."""
     layer, other = torch.nn.Linear(3, 2), torch.nn.Linear(2, 2)
@@ -102,20 +98,13 @@ def wrong_places() -> Iterator[str]:
         yield "not the first look"
 
 
-def test_the_first_look_at_what_is_kept_is_shared() -> None:
-    assert list(wrong_places()) == []
-
-
-def wrong() -> Iterator[str]:
-    yield from wrong_cells()
-    yield from wrong_places()
-
-
 test_a_mutant_is_found = finds(
     "The comparator: sketches",
-    wrong="""
+    wrong_places="""
         every look is one at what is kept: A step begins with what its forward computes with, whatever the rank keeps
             probe.step_checks.local.LocalWatch._forward: _is_same_memory(weight, kept) => True
+    """,
+    wrong_cells="""
         a row is one cell: All sketches of a row alone have one size, and may all be small
             probe.step_checks.sketch.cell_of: width // CELLS => width
         pieces begin with a cell: A piece that begins inside a cell has the signs of another place
@@ -126,6 +115,10 @@ test_a_mutant_is_found = finds(
                 => drawn.cells[:, : -(-right // length) - left // length]
         one sign a row: All sketches share the rows' signs
             probe.step_checks.sketch.sketch: (of_rows * signs.rows) => (of_rows * signs.rows[:1])
+    """,
+    wrong_portions="""
+        the first rows of all: Copies all look at the same rows, which count for each
+            probe.step_checks.pieces.portions: share(earlier, copies) => share(0, 1)
     """,
 )
 
@@ -149,7 +142,7 @@ def test_copies_count_once_and_their_weights_add_up_to_nought() -> None:
     half = [Piece("b", (4, 2), drawn(2, 2), (Block(Place((top, top + 2), (0, 2))),)) for top in (0, 2)]
     missing = Piece("c", (4, 2), drawn(0, 2), ())
     ranks = [[whole, half[rank % 2], missing] for rank in range(4)]
-    rows = [own_places(pieces) for pieces in ranks]
+    rows = [own_places(each) for each in ranks]
     told = [shares(rows, rank) for rank in range(len(ranks))]
     assert torch.stack([counted for counted, _ in told]).tolist() == [[1, 1, 0], [0, 1, 0], [0, 0, 0], [0, 0, 0]]
     among = torch.stack([weights for _, weights in told])
@@ -159,30 +152,24 @@ def test_copies_count_once_and_their_weights_add_up_to_nought() -> None:
     assert among[:, 2].tolist() == [0.0] * 4
 
 
-@pytest.mark.parametrize("copies", [1, 2, 3, 5])
-def test_of_copies_every_row_is_looked_at_once(copies: int) -> None:
-    """Also where there are fewer rows than copies; sketches of the portions add up to that of the whole."""
+def wrong_portions() -> Iterator[str]:
+    """Of copies every row is looked at once, also where there are fewer rows than copies; sketches of the portions add
+    up to that of the whole."""
     whole, few = drawn(7, 6), drawn(2)
-    ranks = [[Piece.of("a", whole), Piece.of("b", few), Piece("c", (4, 2), drawn(0, 2), ())] for _ in range(copies)]
-    rows = [own_places(pieces) for pieces in ranks]
-    found = [portions(pieces, rows, rank) for rank, pieces in enumerate(ranks)]
-    assert all(each[2] == () for each in found)
-    for index, tensor in enumerate((whole, few)):
-        piece = ranks[0][index]
-        looked = [each[index] for each in found]
-        rows_seen = [row for blocks in looked for block in blocks for row in range(*block.place.rows)]
-        assert rows_seen == list(range(len(tensor)))
-        summed = torch.stack([piece.sketch(Signs(), tensor, blocks).values for blocks in looked]).sum(0)
-        expected = piece.sketch(Signs(), tensor)
-        assert torch.allclose(summed, expected.values, rtol=0, atol=1e-12)
-
-
-@kills("The comparator: sketches", "the first rows of all", "Copies all look at the same rows, which count for each")
-def test_portions_that_overlap_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    Slip(pieces_module, "portions", "share(earlier, copies)", "share(0, 1)", "").put(monkeypatch)
-    monkeypatch.setitem(globals(), "portions", pieces_module.portions)
-    with pytest.raises(AssertionError):
-        test_of_copies_every_row_is_looked_at_once(3)
+    for copies in (1, 2, 3, 5):
+        ranks = [[Piece.of("a", whole), Piece.of("b", few), Piece("c", (4, 2), drawn(0, 2), ())] for _ in range(copies)]
+        rows = [own_places(each) for each in ranks]
+        found = [pieces.portions(each, rows, rank) for rank, each in enumerate(ranks)]
+        if any(each[2] for each in found):
+            yield "nothing is looked at"
+        for index, tensor in enumerate((whole, few)):
+            looked = [each[index] for each in found]
+            seen = [row for blocks in looked for block in blocks for row in range(*block.place.rows)]
+            of_blocks = [ranks[0][index].sketch(Signs(), tensor, blocks).values for blocks in looked]
+            expected = ranks[0][index].sketch(Signs(), tensor).values
+            off = float((torch.stack(of_blocks).sum(0) - expected).abs().max())
+            if seen != [*range(len(tensor))] or off > 1e-12:
+                yield f"{copies} copies look at {seen}, and are {off} off"
 
 
 def test_sketches_on_a_device_are_put_together_with_those_of_nothing() -> None:

@@ -16,7 +16,7 @@ from harness.store.rundir import RunDir
 from harness.store.status import State
 from tests.parity.edits import edit_config
 from tests.report.stores import EVIL, broken_study, whole
-from tests.support.mutants import kills
+from tests.support.mutants import finds
 
 OUTSIDE = re.compile(r"^(?!data:|#)")
 """An address that a browser would ask for."""
@@ -87,13 +87,15 @@ def test_names_in_any_script_are_shown_without_a_warning(tmp_path: Path, recwarn
     assert [str(each.message) for each in recwarn if "Glyph" in str(each.message)] == []
 
 
-@kills("Pictures", "a warning a letter", "A name in a script that the font lacks prints a warning for each letter")
-def test_warnings_of_missing_letters_are_found(
-    tmp_path: Path, recwarn: pytest.WarningsRecorder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("harness.analysis.plot.LETTERS", "\U0010ffff")
-    with pytest.raises(AssertionError, match="Glyph"):
-        test_names_in_any_script_are_shown_without_a_warning(tmp_path, recwarn)
+test_warnings_of_missing_letters_are_found = finds(
+    "Pictures",
+    test_names_in_any_script_are_shown_without_a_warning="""
+        a warning a letter: A name in a script that the font lacks prints a warning for each letter
+            analysis.plot.LETTERS: chr(0x10FFFF)
+            ()
+            Glyph
+    """,
+)
 
 
 @pytest.mark.parametrize("text", ["a`b", "``", "`", " x ", "", "a\nb", "|"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -22,15 +21,3 @@ def small_disk(folder: Path, mib: int) -> Iterator[Path]:
         yield folder
     finally:
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
-
-
-def fill(file: Path) -> None:
-    """Take what room the disk of a file has, to the last byte."""
-    with file.open("ab", buffering=0) as taken:
-        for size in (1 << 20, 1 << 12, 1):
-            try:
-                while True:
-                    taken.write(bytes(size))
-            except OSError as error:
-                if error.errno != errno.ENOSPC:
-                    raise

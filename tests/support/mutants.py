@@ -86,12 +86,12 @@ class Slip(NamedTuple):
             made[self.name].__set_name__(self.owner, self.name)
         return made[self.name]
 
-    def put(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Put it in place, wherever the package has it under its name."""
+    def put(self, monkeypatch: pytest.MonkeyPatch, *others: Any) -> None:
+        """Put it in place, wherever the package, or one of other modules, has it under its name."""
         found, made = vars(self.owner)[self.name], self.made()
         area = (self.owner.__name__ if inspect.ismodule(self.owner) else self.owner.__module__).rpartition(".")[0]
         theirs = [module for name, module in [*sys.modules.items()] if name.startswith(area.rpartition(".")[0])]
-        for owner in (self.owner, *theirs):
+        for owner in (self.owner, *theirs, *others):
             if vars(owner).get(self.name) is found:
                 monkeypatch.setattr(owner, self.name, made)
 
@@ -121,7 +121,8 @@ def slips(*given: Any) -> dict[str, Any]:
         head, edit, *more = (line.strip() for line in re.sub(r"\s*\n\s*=>", " =>", row).splitlines())
         (name, breaks), (place, change) = (head.rsplit(": ", 1), edit.split(": ", 1))
         path, _, attribute = place.rpartition(".")
-        owner = pydoc.locate(path if path.startswith("tests.") else f"harness.{path}")
+        path = path if path.startswith("tests.") else f"harness.{path}"
+        owner = sys.modules.get(path) or pydoc.locate(path)
         assert owner is not None, f"there is no {path}"
         old, arrow, new = change.replace(r"\n", "\n").partition(" =>")
         slip = Slip(owner, attribute, *((old, new.removeprefix(" ")) if arrow else ("", change)), breaks)
@@ -143,10 +144,8 @@ def found_by(slip: Slip, *claims: Callable[..., None], **fixtures: Any) -> None:
             for case in itertools.product(*axes):
                 claim(**ChainMap(taken, *case))
 
-    here, found = claims[0].__globals__, vars(slip.owner)[slip.name]
-    with slip.patched(), pytest.MonkeyPatch.context() as monkeypatch:
-        if here.get(slip.name) is found:
-            monkeypatch.setitem(here, slip.name, vars(slip.owner)[slip.name])
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        slip.put(monkeypatch, inspect.getmodule(claims[0]))
         with pytest.raises((AssertionError, pytest.fail.Exception)):
             every_claim()
 
@@ -164,39 +163,49 @@ def each_found_by(area: str, table: str, *claims: Callable[..., None]) -> Any:
 
 def finds(area: str, **tables: str) -> Any:
     """A test of every mutant of tables, as `slips` has them, by the name of the check in the same module that finds it:
-    a test, which fails, or a claim, which returns faults. It is given fixtures by name, for other paths a new folder.
+    a test, which fails, or a claim, which fails or returns faults. It is given fixtures by name, for other paths a new
+    folder. A claim is also a test by itself, of the code as it is; its table may be empty.
 
     A row's third line is another check, or what is no fixture: `(number=3)`. A fourth one is a pattern
     of the failure, `Error: text`; by default an assertion's.
     """
-    rows = [row for check, table in tables.items() for row in slips(check, table).items()]
+    rows = [row for check, table in tables.items() if table for row in slips(check, table).items()]
     mutants = dict(rows)
     assert len(mutants) == len(rows), "two mutants have one name"
+    claims = [pytest.param(check, id=check) for check in tables if not check.startswith("test_")]
 
-    @pytest.mark.parametrize("name", each(area, mutants))
+    @pytest.mark.parametrize("name", [*claims, *each(area, mutants)])
     def test_a_mutant_is_found(name: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+        if name in tables:
+            assert list(_called(request, name, "") or ()) == []
+            return
         usual, slip, *more = mutants[name]
         call, said = [*more, *(usual, "^(AssertionError|Failed)")[len(more) :]]
         check, _, given = (usual + call if call.startswith("(") else call).partition("(")
-        function = getattr(request.module, check)
-        arguments = eval(f"dict({given or ')'}", vars(request.module))
-        for key, parameter in inspect.signature(function).parameters.items():
-            if parameter.default is parameter.empty and key not in arguments:
-                try:
-                    arguments[key] = request.getfixturevalue(key)
-                except pytest.FixtureLookupError:
-                    assert parameter.annotation == "Path", f"{check} is given no {key}"
-                    arguments[key] = request.getfixturevalue("tmp_path")
-        slip.put(monkeypatch)
+        slip.put(monkeypatch, request.module)
         told = ""
         try:
-            found = any(function(**arguments) or ())
+            found = any(_called(request, check, given) or ())
         except (Exception, pytest.fail.Exception) as error:
             found, told = True, f"{type(error).__name__}: {error}"
         assert found, f"{name} survives"
         assert not told or re.search(said, told), f"{name}: {told}"
 
     return test_a_mutant_is_found
+
+
+def _called(request: pytest.FixtureRequest, check: str, given: str) -> Any:
+    """What a check of the test's module returns. Args: given: text of its arguments that are no fixtures."""
+    function = getattr(request.module, check)
+    arguments = eval(f"dict({given or ')'}", vars(request.module))
+    for key, parameter in inspect.signature(function).parameters.items():
+        if parameter.default is parameter.empty and key not in arguments:
+            try:
+                arguments[key] = request.getfixturevalue(key)
+            except pytest.FixtureLookupError:
+                assert parameter.annotation == "Path", f"{check} is given no {key}"
+                arguments[key] = request.getfixturevalue("tmp_path")
+    return function(**arguments)
 
 
 @pytest.fixture

@@ -10,13 +10,12 @@ import pytest
 from harness.config.schema import Config, Dtype, EngineName, Fp8, Strategy
 from harness.engines.adapters.fsdp2 import Fsdp2Engine
 from harness.parity.judgement import CAST_FIRST, Judgement
-from harness.parity.outcome import Finding, Grade
+from harness.parity.outcome import Grade
 from harness.parity.record import Record, load
-from harness.parity.tiers import forward
-from harness.parity.tiers.envelope import Envelope
 from tests.support.factory import freeze, small_config, train, with_dtypes
 from tests.support.mutants import Slip, kills
 from tests.support.spawn import run_ranks
+from tests.train.test_forward import found as forwards
 
 SIZES: dict[str, Any] = {"model__dim": 64, "model__ffn_dim": 64}
 ZERO_3 = {"engine__name": EngineName.fsdp2, "sharding__strategy": Strategy.optim_grads_params}
@@ -59,10 +58,6 @@ def failed(run: Record) -> set[str]:
 def test_its_own_checks_know_what_it_quantizes(runs: dict[str, Record], kind: str) -> None:
     assert failed(runs[kind]) == set()
     assert runs[kind].witnesses
-
-
-def forwards(arm: Record, control: Record) -> list[Finding]:
-    return [finding for kind in forward.check(arm, control, Envelope.of(arm, control)) for finding in kind]
 
 
 def test_the_sentence_says_that_it_is_another_arithmetic(runs: dict[str, Record]) -> None:

@@ -237,15 +237,6 @@ def wrong_peers(_: Path) -> Iterator[str]:
         yield "the right ones"
 
 
-Claim = Callable[[Path], Iterator[str]]
-CLAIMS: tuple[Claim, ...] = (wrong_feeds, wrong_ranks, wrong_verdicts, wrong_peers)
-
-
-@pytest.mark.parametrize("claim", CLAIMS)
-def test_what_is_claimed(tmp_path: Path, claim: Claim) -> None:
-    assert list(claim(tmp_path)) == []
-
-
 test_a_mutant_is_found = finds(
     "What a run is fed",
     wrong_feeds="""

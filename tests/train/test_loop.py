@@ -122,18 +122,12 @@ def test_loss_falls_on_real_text(tmp_path: Path) -> None:
     assert losses[-1] < losses[0] - 1.5
 
 
-@pytest.mark.parametrize("compute", [Dtype.fp64, Dtype.bf16])
-def test_initial_weights_digest_does_not_depend_on_the_dtype(tmp_path: Path, compute: Dtype) -> None:
-    digests = []
-    for number, config in enumerate([small_config(), with_dtypes(small_config(), compute, _main_of(compute))]):
-        config.train.steps = 1
-        train(config, tmp_path / str(number))
-        digests.append(summary(tmp_path / str(number))["initial_weights"])
-    assert digests[0] == digests[1]
-
-
-def _main_of(compute: Dtype) -> Dtype:
-    return Dtype.fp64 if compute is Dtype.fp64 else Dtype.fp32
+def test_initial_weights_digest_does_not_depend_on_the_dtype(tmp_path: Path) -> None:
+    digests = set()
+    for compute, main in ((Dtype.fp32, Dtype.fp32), (Dtype.fp64, Dtype.fp64), (Dtype.bf16, Dtype.fp32)):
+        train(with_dtypes(small_config(train__steps=1), compute, main), tmp_path / compute.name)
+        digests.add(summary(tmp_path / compute.name)["initial_weights"])
+    assert len(digests) == 1
 
 
 def test_weights_digest_sees_name_shape_and_bits() -> None:
@@ -156,18 +150,14 @@ def test_losses_are_added_in_order_in_fp64() -> None:
 class Diverging(Passing):
     """Its loss is infinite in step 1; its weights, and so all that follows, are nan after step 2."""
 
-    steps = 0
-
     def forward_backward(self, batch: Microbatch, *, last: bool) -> Tensor:
         loss: Tensor = self.engine.forward_backward(batch, last=last)
-        return torch.tensor(math.inf) if self.steps == 0 else loss
+        return torch.tensor(math.inf) if self.number == 1 else loss
 
     def step(self, lr: float) -> float:
-        self.steps += 1
-        if self.steps == 2:
+        if self.number == 2:
             self.engine.weights["head.norm.weight"].grad.fill_(math.nan)
-        norm: float = self.engine.step(lr)
-        return norm
+        return super().step(lr)
 
 
 def test_divergence_is_recorded_not_crashed_on(tmp_path: Path) -> None:

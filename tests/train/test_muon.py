@@ -6,8 +6,6 @@ Runs go on from a checkpoint of any other layout; what no engine can step rightl
 from __future__ import annotations
 
 import itertools
-import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -27,27 +25,22 @@ from harness.config.schema import (
     OuterStrategy,
     Strategy,
 )
-from harness.engines import optim
 from harness.engines.adapters.single import SingleEngine
-from harness.models import workload
 from harness.models.workload import workload_for
 from harness.parity.alone import optimizer
 from harness.parity.compare import compare
 from harness.parity.outcome import Outcome
 from harness.parity.record import load
 from harness.store import check_stream
-from harness.store.fields import compared
-from harness.store.metrics import read_metrics
-from harness.train import pieces
 from harness.worker.describe import Unusable, try_model, try_optimizer
-from tests.config.test_rules import violations
 from tests.fsdp.muon.whole import Soap
 from tests.study import short
 from tests.support.covering import once
 from tests.support.factory import ranks_of, small_config, stopping, train
-from tests.support.mutants import Slip, each
+from tests.support.mutants import finds
 from tests.support.spawn import run_ranks
-from tests.train.runs import Passing
+from tests.train.runs import Passing, summary
+from tests.train.test_resume import numbers
 
 MUON = (*BASE, "optimizer=muon", "measure.step_checks=true", "model.num_layers=2")
 ONE = ("engine=single", "sharding=no_shard", "mesh=one")
@@ -118,46 +111,33 @@ def rule_of(run: Path) -> list[float]:
 class TooFar(Passing):
     """An engine in which the second step changes matrices by half more than it should."""
 
-    left = 2
-
     @torch.no_grad()
     def step(self, lr: float) -> float:
         matrices = [weight for name, weight in self.engine.weights.items() if ".0." in name]
         before = [weight.clone() for weight in matrices]
-        norm: float = self.engine.step(lr)
-        self.left -= 1
+        norm = super().step(lr)
         for weight, old in zip(matrices, before, strict=True):
-            if not self.left and weight.dim() == 2:
+            if self.number == 3 and weight.dim() == 2:
                 weight.add_(weight - old, alpha=0.5)
         return norm
 
 
-def rule_of_a_step_too_far(path: Path) -> float:
-    """Of the step in which it is; the others follow the rule."""
+def test_a_whole_matrix_is_looked_at_in_a_step_that_nobody_captured(tmp_path: Path) -> None:
     config = small_config(optimizer__name=OptimizerName.muon, measure__step_checks=True, model__num_layers=1)
     config.measure.capture_steps = []
-    train(config, path, wrap_engine=TooFar)
-    first, second, third = rule_of(path)
-    assert first < 1
-    assert third < 1
-    return second
+    train(config, tmp_path, wrap_engine=TooFar)
+    assert [rule > 1 for rule in rule_of(tmp_path)] == [False, True, False]
 
 
-def test_a_whole_matrix_is_looked_at_in_a_step_that_nobody_captured(tmp_path: Path) -> None:
-    assert rule_of_a_step_too_far(tmp_path) > 1
-
-
-SLIPS = {
-    "no matrix": Slip(pieces, "MOST", "", lambda _: 0, "No matrix is small enough to be worked out"),
-    "after": Slip(pieces.WholeMatrices, "ratio", "self.left * (1", "weight.local.double() * (1", "None moves"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", each("Muon's steps", SLIPS))
-def test_a_slip_of_the_sample_is_found(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    SLIPS[name].put(monkeypatch)
-    with pytest.raises(AssertionError):
-        assert rule_of_a_step_too_far(tmp_path) > 1
+test_a_slip_of_the_sample_is_found = finds(
+    "Muon's steps",
+    test_a_whole_matrix_is_looked_at_in_a_step_that_nobody_captured="""
+        no matrix: No matrix is small enough to be worked out
+            train.pieces.MOST: 0
+        after: None moves
+            train.pieces.WholeMatrices.ratio: self.left * (1 => weight.local.double() * (1
+    """,
+)
 
 
 def by_muon(family: ModelFamily, *, tied: bool = False) -> set[str]:
@@ -180,18 +160,19 @@ def test_muon_steps_matrices_and_adamw_the_rest() -> None:
     assert by_muon(ModelFamily.odd) == {"lift_DQ", "w_up", "w_down", "side"}
 
 
-GROUPS = {
-    "heads": Slip(workload, "NOT_ORTHOGONALIZED", "", lambda _: re.compile("embedding"), "A head is a matrix"),
-    "vectors": Slip(workload.TokenWorkload, "orthogonalizes", "== 2", "< 2", "Vectors are Muon's"),
-    "all": Slip(optim, "groups_of", "is_muon and", "not is_muon and", "Muon steps nothing"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", each("Muon's groups", GROUPS))
-def test_a_slip_of_the_groups_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    GROUPS[name].put(monkeypatch)
-    with pytest.raises((AssertionError, ValueError)):
-        test_muon_steps_matrices_and_adamw_the_rest()
+test_a_slip_of_the_groups_is_found = finds(
+    "Muon's groups",
+    test_muon_steps_matrices_and_adamw_the_rest="""
+        heads: A head is a matrix
+            models.workload.NOT_ORTHOGONALIZED: re.compile("embedding")
+        vectors: Vectors are Muon's
+            models.workload.TokenWorkload.orthogonalizes: == 2 => < 2
+            ()
+            ValueError
+        all: Muon steps nothing
+            engines.optim.groups_of: is_muon and => not is_muon and
+    """,
+)
 
 
 # -- another layout goes on --------------------------------------------------------------------------------------------
@@ -214,11 +195,6 @@ def exact(own: bool, strategy: Strategy, outer: OuterStrategy | None = None) -> 
 LAYOUTS = [(Strategy.optim_grads_params,), (Strategy.optim, OuterStrategy.optim), (Strategy.no_shard,)]
 
 
-def numbers(run: Path) -> list[dict[str, str]]:
-    lines = read_metrics(run / "metrics.jsonl")
-    return [{key: json.dumps(value) for key, value in compared(line).items()} for line in lines]
-
-
 def moved(rank: int, root: Path, pairs: list[tuple[Config, Config]]) -> None:
     for place, (before, after) in enumerate(pairs):
         train(before, root / str(place), rank, should_stop=stopping(2))
@@ -234,31 +210,14 @@ def test_a_run_goes_on_under_any_other_layout_to_the_bits_of_one_process(own: bo
     run_ranks(moved, 4, tmp_path, pairs)
     keys = "loss", "grad_norm", "param_norm"
     expected = [{key: line[key] for key in keys} for line in numbers(tmp_path / "one")]
-    left = json.loads((tmp_path / "one" / "summary.json").read_text())["final_weights"]
+    left = summary(tmp_path / "one")["final_weights"]
     for place in range(len(pairs)):
         run = tmp_path / str(place)
         assert [{key: line[key] for key in keys} for line in numbers(run)] == expected
-        assert json.loads((run / "summary.json").read_text())["final_weights"] == left
+        assert summary(run)["final_weights"] == left
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("words", "knob", "told"),
-    [
-        ("engine=fsdp2", "optimizer", "engine=native"),
-        ("engine=fsdp1", "optimizer", "engine=ddp"),
-        ("engine=deepspeed", "optimizer", "steps parts of matrices"),
-        ("engine=megatron_fsdp", "optimizer", "is not taken by engine=megatron_fsdp"),
-        ("dtype=bf16_pure numerics=ordered", "optimizer.name", "optimizer=adamw"),
-        ("optimizer.ns_coefficients=[1,2]", "optimizer.ns_coefficients", "three numbers"),
-        ("optimizer.ns_steps=100", "optimizer.ns_steps", "0 to 99"),
-        ("optimizer.adjust_lr_fn=match", "optimizer.adjust_lr_fn", "match_rms_adamw"),
-    ],
-)
-def test_what_no_engine_can_step_rightly_is_refused(words: str, knob: str, told: str) -> None:
-    assert told in violations("optimizer=muon", *words.split())[knob]
 
 
 class Bare:
@@ -292,14 +251,19 @@ def test_one_that_keeps_numbers_or_lists_cannot_be_saved() -> None:
         try_optimizer(Soap, config)
 
 
-ROOM = {"no room": Slip(optim, "make_room", "{}):", "{}) or True:", "State that a step would make has no place")}
-
-
-@pytest.mark.parametrize("name", each("Optimizers of one's own", ROOM))
-def test_state_without_a_place_is_found(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ROOM[name].put(monkeypatch)
+def goes_on(path: Path) -> None:
     config = exact(True, Strategy.no_shard)
     config.engine.name, config.mesh.world_size = EngineName.single, 1
-    train(config, tmp_path, should_stop=stopping(2))
-    with pytest.raises(ValueError, match="unexpected optimizer/"):
-        train(config, tmp_path)
+    train(config, path, should_stop=stopping(2))
+    train(config, path)
+
+
+test_state_without_a_place_is_found = finds(
+    "Optimizers of one's own",
+    goes_on="""
+        no room: State that a step would make has no place
+            engines.optim.make_room: {}): => {}) or True:
+            ()
+            ValueError: .*unexpected optimizer/
+    """,
+)

@@ -31,7 +31,7 @@ from tests.support.factory import small_config, stopping, train
 from tests.support.layouts import local_of
 from tests.support.mutants import kills
 from tests.support.spawn import run_ranks
-from tests.train.runs import Passing
+from tests.train.runs import Passing, summary
 
 STEPS = 12
 EVERY_STEP, SOME = tuple(range(1, STEPS)), (1, 4, STEPS - 1)
@@ -148,7 +148,7 @@ def against(whole: Path, run: Path, after: int = 0) -> list[str]:
     told += [
         f"{a['step']}: {sorted(k for k in a if a[k] != b[k])}" for a, b in zip(right, held, strict=False) if a != b
     ]
-    ends = [json.loads((each / "summary.json").read_text()) for each in (whole, run)]
+    ends = [summary(each) for each in (whole, run)]
     told += [] if ends[0]["final_weights"] == ends[1]["final_weights"] else ["final weights"]
     told += [f"restored {each}" for each in ends[1]["restored"]["wrong"]]
     return told
@@ -191,7 +191,7 @@ def test_four_layouts_make_one_exact_run(tmp_path: Path) -> None:
         run_ranks(leg, config.mesh.world_size, tmp_path, config, number)
     held = [line for number in range(len(JOURNEY)) for line in numbers(tmp_path / f"leg-{number}")]
     assert held == numbers(tmp_path / "whole")
-    ends = [json.loads((tmp_path / name / "summary.json").read_text()) for name in ("whole", "leg-3")]
+    ends = [summary(tmp_path / name) for name in ("whole", "leg-3")]
     assert ends[0]["final_weights"] == ends[1]["final_weights"]
     assert ends[1]["restored"]["layout"]["strategy"] == "no_shard"
     assert ends[1]["step"] == STEPS

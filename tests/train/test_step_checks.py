@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from harness.probe.step_checks.sketch import SKETCHES, Signs, Sketch
 from harness.store import check_stream
 from harness.store.check_stream import ONCE, Stream
 from harness.store.rundir import RunDir, read_summary
-from tests.support.factory import freeze, small_config, train, with_dtypes
+from tests.support.factory import freeze, layouts, small_config, train, with_dtypes
 from tests.support.spawn import run_ranks
 from tests.train.runs import Passing
 
@@ -32,7 +31,12 @@ ROUNDED = 5e-7
 """Relative to the terms: what sums of a few fp32 numbers may be off by in one of some hundred projections."""
 
 SEEN: dict[str, dict[str, Any]] = {
-    **{f"native-{each.name}": {"engine__name": EngineName.native, "sharding__strategy": each} for each in Strategy},
+    **layouts(
+        native="no_shard optim optim_grads optim_grads_params",
+        fsdp1="no_shard optim_grads_params",
+        deepspeed="optim optim_grads optim_grads_params",
+        megatron_fsdp="optim optim_grads_params",
+    ),
     "native-hybrid": {
         "engine__name": EngineName.native,
         "sharding__strategy": Strategy.optim_grads_params,
@@ -40,20 +44,6 @@ SEEN: dict[str, dict[str, Any]] = {
         "mesh__dp_outer": 2,
     },
     "fsdp2": {"engine__name": EngineName.fsdp2, "sharding__strategy": Strategy.optim_grads_params},
-    **{
-        f"fsdp1-{each.name}": {"engine__name": EngineName.fsdp1, "sharding__strategy": each}
-        for each in (Strategy.no_shard, Strategy.optim_grads_params)
-    },
-    **{
-        f"deepspeed-{each.name}": {"engine__name": EngineName.deepspeed, "sharding__strategy": each}
-        for each in list(Strategy)[1:]
-        if find_spec("deepspeed") is not None
-    },
-    **{
-        f"megatron_fsdp-{each.name}": {"engine__name": EngineName.megatron_fsdp, "sharding__strategy": each}
-        for each in (Strategy.optim, Strategy.optim_grads_params)
-        if find_spec("megatron_fsdp") is not None
-    },
     "ddp": {"engine__name": EngineName.ddp},
 }
 
@@ -203,15 +193,14 @@ class Faulty(Passing):
 
     def __init__(self, engine: Engine, fault: Callable[[Faulty, str], None]) -> None:
         super().__init__(engine)
-        self.fault, self.number, self.asked = fault, 1, 0
+        self.fault, self.asked = fault, 0
 
     def step(self, lr: float) -> float:
         if self.number >= FAULTY_FROM:
             self.fault(self, "before step")
-        norm: float = self.engine.step(lr)
-        if self.number >= FAULTY_FROM:
+        norm = super().step(lr)
+        if self.number > FAULTY_FROM:
             self.fault(self, "after step")
-        self.number += 1
         return norm
 
     def forward_backward(self, batch: Any, *, last: bool) -> Tensor:
@@ -274,7 +263,7 @@ def is_a_step_ahead(engine: Faulty, when: str) -> None:
 
 @torch.no_grad()
 def alters_weights(engine: Faulty, when: str) -> None:
-    if when == "after step" and engine.number == 5:
+    if when == "after step" and engine.number == 6:
         for key, value in engine.engine.state().tensors.items():
             if key.startswith("weights/"):
                 getattr(value, "_local_tensor", value).mul_(1 + 1e-6)

@@ -15,7 +15,7 @@ from harness.config.schema import CkptConfig, CkptPolicy
 from harness.store.metrics import read_metrics
 from harness.train import Outcome
 from tests.support.factory import small_config, stopping, train
-from tests.support.mutants import each, slips
+from tests.support.mutants import finds
 from tests.train.runs import assert_same_run
 
 
@@ -64,7 +64,7 @@ SLOW_S = 2.0
 """What a save takes here; a step takes less."""
 
 
-def saved_by_time(folder: Path, minutes: float, slow_s: float = SLOW_S) -> tuple[list[int], bool]:
+def saved_by_time(folder: Path, minutes: float, slow_s: float) -> tuple[list[int], bool]:
     """Steps of the checkpoints of a run of three, and whether saving counts for some step's time."""
     config = small_config(train__steps=3, ckpt__keep=9, ckpt__minutes=minutes)
     save = Checkpoints.save
@@ -84,26 +84,25 @@ BY_TIME = {CkptConfig.minutes: [3], 0.0: [3], 1e-9: [1, 2, 3]}
 
 
 @pytest.mark.parametrize("minutes", BY_TIME)
-def test_a_checkpoint_by_time_is_off_the_steps_clock(tmp_path: Path, minutes: float) -> None:
-    assert saved_by_time(tmp_path, minutes) == (BY_TIME[minutes], False)
+@pytest.mark.parametrize("slow_s", [SLOW_S])
+def test_a_checkpoint_by_time_is_off_the_steps_clock(tmp_path: Path, minutes: float, slow_s: float) -> None:
+    assert saved_by_time(tmp_path, minutes, slow_s) == (BY_TIME[minutes], False)
 
 
-SLIPS = slips(
-    """
-    0 is always: A run that asks for none saves each step
-        train.loop.Loop._is_save_due: 0 < pause_s => 0 <= pause_s
-    never: No checkpoint is made by time
-        train.loop.Loop._save_if_due: report.stop or report.save => report.stop
-    not exchanged: Ranks do not learn that a save is due by the first one's clock
-        control.Control.begin_report: + 2 * int(save) =>
-    seconds: Short runs save after each step by default
-        train.loop.Loop._is_save_due: 60 * self => 1e-9 * self
-    """
+test_a_wrong_time_of_saving_is_found = finds(
+    "Ends of a run",
+    test_a_checkpoint_by_time_is_off_the_steps_clock="""
+        0 is always: A run that asks for none saves each step
+            train.loop.Loop._is_save_due: 0 < pause_s => 0 <= pause_s
+            (minutes=0.0, slow_s=0)
+        never: No checkpoint is made by time
+            train.loop.Loop._save_if_due: report.stop or report.save => report.stop
+            (minutes=1e-9, slow_s=0)
+        not exchanged: Ranks do not learn that a save is due by the first one's clock
+            control.Control.begin_report: + 2 * int(save) =>
+            (minutes=1e-9, slow_s=0)
+        seconds: Short runs save after each step by default
+            train.loop.Loop._is_save_due: 60 * self => 1e-9 * self
+            (minutes=CkptConfig.minutes, slow_s=0)
+    """,
 )
-
-
-@pytest.mark.parametrize("name", each("Ends of a run", SLIPS))
-def test_a_wrong_time_of_saving_is_found(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    SLIPS[name].put(monkeypatch)
-    minutes = {"0 is always": 0.0, "seconds": CkptConfig.minutes}.get(name, 1e-9)
-    assert saved_by_time(tmp_path, minutes, 0.0)[0] != BY_TIME[minutes]
