@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.pages.metrics_page import guide
 from harness.store.fields import METRICS, as_line, compared, leaves, metric_of, synced
-from tests.architecture.places import ROOT, SMALLEST, Copy
+from tests.architecture.places import SMALLEST, Copy
 
 FIELDS, RECORD = "harness/store/fields.py", "harness/train/record.py"
 DECLARED = "params_per_rank (parameters): Mean over ranks.\n"
@@ -47,10 +46,6 @@ def test_a_metric_is_added_in_two_places(tmp_path: Path) -> None:
     is_compared, sent, said = json.loads(told.stdout)
     assert (is_compared, sent) == (False, 12.5)
     assert said == ["parameters", "Mean over ranks."]
-
-
-def test_the_reference_is_not_out_of_date() -> None:
-    assert (ROOT / "docs" / "metrics.md").read_text() == guide(), "run: python benchmarks/pages/metrics_page.py"
 
 
 def test_a_line_has_every_metric_and_no_other_in_the_order_of_the_table() -> None:

@@ -1,4 +1,4 @@
-"""docs/architecture.md: each place of the table of questions exists, and the page is short."""
+"""docs/architecture.md: each place of its table of questions and of its picture exists, and the page is short."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+DOCS = ROOT / "docs"
+PAGE = (DOCS / "architecture.md").read_text(encoding="utf-8")
 ROWS = [
     line.strip("|").split("|") for line in PAGE.partition("## Where to look")[2].splitlines() if "`harness/" in line
 ]
@@ -41,3 +42,15 @@ def test_a_question_is_answered_by_what_is_there(row: list[str]) -> None:
 def test_the_page_is_short_and_asks_ten_questions_at_least() -> None:
     assert len(ROWS) >= 10
     assert len(PAGE.splitlines()) <= 120
+
+
+def test_every_room_of_the_picture_is_there() -> None:
+    words = re.findall(r">([^<]+)</text>", (DOCS / "architecture.svg").read_text(encoding="utf-8"))
+    packages = [package for text in words for package in re.findall(r"\w+\.py|harness/[\w, ]+", text)]
+    assert len(packages) > 12
+    for package in packages:
+        for name in package.removeprefix("harness/").split(", "):
+            assert (ROOT / name).exists() or (ROOT / "harness" / name).exists(), name
+    files = words[words.index("config.yaml") : words.index("attempts/N/") + 1]
+    page = (DOCS / "run_directory.md").read_text(encoding="utf-8")
+    assert all(part in page for text in files for part in text.replace("N/", "").split(", "))

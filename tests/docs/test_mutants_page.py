@@ -8,7 +8,7 @@ from importlib import import_module
 from pathlib import Path
 
 from benchmarks.pages import tables
-from benchmarks.pages.mutants import GONE, PAGE, merged, page, read
+from benchmarks.pages.mutants import GONE, merged, read
 from tests.support.mutants import DECLARED, PROPERTY, Mutant, Recorder
 
 TESTS = Path(__file__).parents[1]
@@ -34,10 +34,6 @@ def test_what_is_gone_is_declared_no_more() -> None:
     gone = {(row["area"], row["name"]) for row in tables.read(GONE) if row["gone"]}
     assert len(gone) > 60
     assert not gone & {(mutant.area, mutant.name) for mutant in DECLARED}
-
-
-def test_the_page_is_made_from_the_data() -> None:
-    assert PAGE.read_text(encoding="utf-8") == page(read())
 
 
 def test_rows_of_files_that_were_not_run_are_kept() -> None:

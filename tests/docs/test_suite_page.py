@@ -16,11 +16,6 @@ def test_the_record_is_made_from_the_data() -> None:
     facts = tables.read(DATA)
     assert render(page, facts) == page, "run python benchmarks/costs/fresh_clone.py"
     assert [row["command"] for row in facts["rows"]][:2] == ["make run", "make test"]
-
-
-def test_another_figure_shows() -> None:
-    page = PAGE.read_text(encoding="utf-8")
-    facts = tables.read(DATA)
     facts["rows"][1]["wall_s"] += 60
     assert render(page, facts) != page
 

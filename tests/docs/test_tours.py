@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from tests.fsdp.pairs import Block, Model
 from tests.support.covering import once
 from tests.support.spawn import run_ranks
 
@@ -19,30 +20,6 @@ PAGE = Path(__file__).parents[2] / "docs" / "engine_alone.md"
 MOST_CHANGED = {"DDP": 2, "FSDP2": 4}
 """Lines of the other engine's loop that are not in ours."""
 RANKS, STEPS = 2, 3
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(6, 9), nn.Linear(9, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = x + self.down(torch.relu(self.up(x)))
-        return out
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-        self.head = nn.Linear(6, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        out: Tensor = self.head(x)
-        return out
 
 
 def batches_of(rank: int) -> Iterator[tuple[Tensor, Tensor]]:

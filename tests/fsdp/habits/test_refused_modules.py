@@ -16,9 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrizations, parametrize, prune
 from torch.testing._internal.two_tensor import TwoTensor
 
-from harness.fsdp import UnknownPlan, fully_shard_model
+from harness.fsdp import RanksDisagree, UnknownPlan, fully_shard_model
 from tests.fsdp.checked import each_holds, each_is_found, of_slips, said
-from tests.fsdp.habits.world import Block, Habits, Net, Run, run_of
+from tests.fsdp.habits.world import Block, Habits, Net, Run, data, mean_square, run_of
 
 CHECKS = Habits()
 
@@ -135,6 +135,20 @@ def units(_: int, strategy: str) -> list[str]:
     return found
 
 
+@CHECKS.check
+def parted(rank: int, strategy: str) -> list[str]:
+    """Ranks that begin with other flags, or other shapes, are told on every rank."""
+    frozen, other = Net(), nn.Linear(6, 6 + rank)
+    (frozen.second if rank else frozen.first).requires_grad_(False)
+    told = said(
+        lambda: fully_shard_model(frozen, zero_dp_strategy=strategy),
+        RanksDisagree,
+        r"parameter first.linear.weight is float32 \[.*\] frozen on rank 0, float32 \[.*\] trained on rank 1",
+    )
+    words = "float32 [6, 6] trained on rank 0, float32 [7, 6] trained on rank 1"
+    return told + said(lambda: fully_shard_model(other, zero_dp_strategy=strategy), RanksDisagree, words)
+
+
 # -- afterwards --------------------------------------------------------------------------------------------------------
 
 
@@ -156,6 +170,25 @@ def replaced(rank: int, strategy: str) -> list[str]:
         found += said(lambda run=run: run.train(1), RuntimeError, says, "Change the module before")
         run.model.close()
     run.module.head = nn.Linear(6, 6)
+    return found
+
+
+@CHECKS.check
+def unfrozen(rank: int, strategy: str) -> list[str]:
+    """A backward that would train what was frozen says so; the step after, with it frozen again, is as ever."""
+    module, found = Net(), []
+    units = module.first.requires_grad_(False), module.second.requires_grad_(False)
+    model = fully_shard_model(module, fsdp_unit_modules=[Block], zero_dp_strategy=strategy)
+    loss = partial(mean_square, model, data((rank,), 0))
+    for part in units:
+        part.requires_grad_(True)
+        says = "was frozen when it was sharded", "freeze afterwards"
+        found += said(lambda: loss().backward(), RuntimeError, *says)
+        part.requires_grad_(False)
+        model.zero_grad()
+        loss().backward()
+        model.zero_grad()
+    model.close()
     return found
 
 
@@ -268,6 +301,10 @@ MUTANTS = of_slips(
     copies: A copy of the module shares hooks with the sharded one
         fsdp.sharding.refuse_copy: object.__reduce_ex__
         copies / no_shard
+    [The engine, by what programs freeze]
+    unfreezing is not seen: What was frozen when it was sharded brings a gradient that nobody takes
+        fsdp.runtime.backward_hooks.unfrozen_too_late: lambda _: None
+        unfrozen
     """
 )
 

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map_only
 from harness.fsdp import MixedPrecisionPolicy, fully_shard
 from tests.fsdp.checked import each_holds, each_is_found, of_slips
 from tests.fsdp.tensor_parallel.test_state import differing, stepped
-from tests.fsdp.tensor_parallel.training import Case, Shape, loss_of, mesh_of, rows_of, sharded, whole_of
+from tests.fsdp.tensor_parallel.training import Case, Shape, mesh_of, sharded, step_of, whole_of
 
 WORLD = 4
 NARROW = 5
@@ -31,15 +31,13 @@ def compiled(rank: int, strategy: str) -> list[str]:
     """Blocks that torch.compile traces train to the same bits: what it makes of a DTensor that begins inside a bucket
     begins there, too. The backend is "eager": others of torch 2.13 fail in the backward of cut blocks by themselves."""
     case = Case(2, 2, strategy=strategy, shape=Shape(layers=1, sequence_parallel=True))
-    mesh, found = mesh_of(case), []
+    found = []
     for compiles in (False, True):
-        model, optimizer = sharded(case, mesh)
+        model, optimizer = sharded(case, mesh_of(case))
         for block in model.module.blocks if compiles else ():
             block.compile(backend="eager")
         for step in range(2):
-            loss_of(model, rows_of(case, step, 0, mesh.get_local_rank("inner"))).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            step_of(case, model, optimizer, step)
         found.append(dict(model.full_weights()))
         model.close()
     plain, traced = found
@@ -105,10 +103,7 @@ WAYS = {
 
 def once_more(case: Case, model: Any, optimizer: Any) -> dict[str, Tensor]:
     """Weights after a further step."""
-    mesh = mesh_of(case)
-    loss_of(model, rows_of(case, 5, 0, mesh.get_local_rank("inner"))).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    step_of(case, model, optimizer, 5)
     return dict(model.full_weights())
 
 

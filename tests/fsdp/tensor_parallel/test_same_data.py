@@ -6,67 +6,25 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import DTensor, Replicate
 
 from harness.fsdp import CopiesPart
-from harness.fsdp.megatron import fully_shard
 from tests.fsdp.checked import Check, each_holds, each_is_found, of_slips, said
-
-VOCABULARY, WIDTH = 16, 8
-
-
-class Net(nn.Module):
-    """Token ids, or pixels, to classes; all matrices are cut."""
-
-    def __init__(self, *, pixels: bool) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed: nn.Module = nn.Linear(5, WIDTH, bias=False) if pixels else nn.Embedding(VOCABULARY, WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 12, bias=False), nn.Linear(12, WIDTH, bias=False)
-        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.embed(x)
-        x = x + self.down(F.gelu(self.up(x)))
-        out: Tensor = self.head(self.norm(x))
-        return out
-
-
-def plan(*, pixels: bool, sequence: bool) -> dict[str, ParallelStyle]:
-    along = Shard(1) if sequence else Replicate()
-    rows = RowwiseParallel(input_layouts=Replicate(), output_layouts=along)
-    found: dict[str, ParallelStyle] = {
-        "embed": ColwiseParallel(output_layouts=along) if pixels else rows,
-        "up": ColwiseParallel(input_layouts=along),
-        "down": RowwiseParallel(output_layouts=along),
-        "head": ColwiseParallel(input_layouts=along, output_layouts=Replicate()),
-    }
-    return found | ({"norm": SequenceParallel()} if sequence else {})
+from tests.fsdp.tensor_parallel.training import Case, Shape, mesh_of, sharded
 
 
 def trained(strategy: str, seed: int, *, pixels: bool = False, sequence: bool = False) -> None:
     """Two steps, on data of this seed: token ids, or pixels of which a DTensor says that each rank has them all."""
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
-    module = Net(pixels=pixels)
-    parallelize_module(module, mesh["tp"], plan(pixels=pixels, sequence=sequence))
-    model, optimizer = fully_shard(
-        module, torch.optim.SGD(module.parameters(), lr=0.1), device_mesh=mesh, dp_shard_dim="dp", tp_dim="tp",
-        zero_dp_strategy=strategy,
-    )  # fmt: skip
+    shape = Shape(layers=1, sequence_parallel=sequence, pixels=pixels)
+    case = Case(1, 2, strategy=strategy, shape=shape, dtype=torch.float32)
+    mesh = mesh_of(case)
+    model, optimizer = sharded(case, mesh)
     for step in (0, 10):
-        generator = torch.Generator().manual_seed(step + seed)
-        x = torch.randn(4, 8, 5, generator=generator) if pixels else torch.randint(9, (4, 8), generator=generator)
-        given = DTensor.from_local(x, mesh["tp"], [Replicate()], run_check=False) if pixels else x
-        classes = torch.randint(VOCABULARY, (4, 8), generator=torch.Generator().manual_seed(step))
+        given = torch.randint(9, (4, 8), generator=torch.Generator().manual_seed(step + seed))
+        if pixels:
+            shades = F.one_hot(given, shape.vocab).float()
+            given = DTensor.from_local(shades, mesh["tp"], [Replicate()], run_check=False)
+        classes = torch.randint(shape.vocab, (4, 8), generator=torch.Generator().manual_seed(step))
         F.cross_entropy(model(given).flatten(0, 1), classes.flatten()).backward()
         optimizer.step()
         optimizer.zero_grad()

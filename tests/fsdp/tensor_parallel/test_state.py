@@ -18,17 +18,15 @@ from tests.fsdp.tensor_parallel.training import (
     Shape,
     built,
     in_fsdp2,
-    loss_of,
     mesh_of,
-    rows_of,
     sharded,
+    step_of,
     whole_of,
 )
 from tests.support.mutants import kills
 from tests.support.spawn import run_ranks
 
 SHAPE = Shape(layers=1)
-TP2, DP4 = Case(2, 2, shape=SHAPE), Case(4, 1, shape=SHAPE)
 
 
 def differing(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> list[str]:
@@ -36,13 +34,9 @@ def differing(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> list[str]:
 
 
 def stepped(case: Case) -> tuple[Any, Any]:
-    mesh = mesh_of(case)
-    model, optimizer = sharded(case, mesh)
-    place = mesh.get_local_rank("outer") * case.inner + mesh.get_local_rank("inner")
+    model, optimizer = sharded(case, mesh_of(case))
     for step in range(2):
-        loss_of(model, rows_of(case, step, 0, place)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        step_of(case, model, optimizer, step)
     return model, optimizer
 
 
@@ -67,7 +61,8 @@ def without_tp_shards(rank: int, folder: Path, swaps: bool) -> list[str]:
     with mock.patch.object(RaggedTensor, "__create_chunk_list__", swapped if swaps else own):
         dcp.save(model.state_dict(), checkpoint_id=str(folder))
     model.close()
-    model, _ = sharded(Case(4, 1, shape=EVEN.shape), mesh_of(DP4))
+    case = Case(4, 1, shape=EVEN.shape)
+    model, _ = sharded(case, mesh_of(case))
     held = model.state_dict()
     dcp.load(held, checkpoint_id=str(folder))
     model.load_state_dict(held)
@@ -92,7 +87,7 @@ def without_scale(state: dict[str, Any]) -> dict[str, Any]:
 
 def both_ways(rank: int, folder: Path) -> list[str]:
     """FSDP2's weights into ours, through files and without; then ours, trained on, into FSDP2's."""
-    case = TP2
+    case = Case(2, 2, shape=SHAPE)
     model, _ = stepped(case)
     peer = in_fsdp2(built(SHAPE, seed=1), SHAPE, mesh_of(case))
     theirs = {name: whole_of(value) for name, value in without_scale(peer.state_dict()).items()}

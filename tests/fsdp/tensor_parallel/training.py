@@ -39,6 +39,8 @@ class Shape:
     layers: int = 2
     tied: bool = False
     sequence_parallel: bool = False
+    pixels: bool = False
+    """Not tokens, but `vocab` numbers of each position come in."""
 
 
 class Attention(nn.Module):
@@ -73,7 +75,9 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.embed = nn.Embedding(shape.vocab, shape.dim)
+        self.embed = (
+            nn.Linear(shape.vocab, shape.dim, bias=False) if shape.pixels else nn.Embedding(shape.vocab, shape.dim)
+        )
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
         self.norm = nn.LayerNorm(shape.dim)
         self.head = nn.Linear(shape.dim, shape.vocab, bias=not shape.tied)
@@ -113,7 +117,9 @@ def cut(model: Decoder, shape: Shape, mesh: DeviceMesh) -> Decoder:
         "down": RowwiseParallel(output_layouts=along),
     }
     ends: dict[str, ParallelStyle] = {
-        "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=along),
+        "embed": ColwiseParallel(output_layouts=along)
+        if shape.pixels
+        else RowwiseParallel(input_layouts=Replicate(), output_layouts=along),
         "head": ColwiseParallel(input_layouts=along, output_layouts=Replicate()),
     }
     if shape.sequence_parallel:
@@ -238,6 +244,15 @@ def sharded(case: Case, mesh: DeviceMesh) -> tuple[MegatronModel, torch.optim.Op
         outer_dp_sharding_strategy=case.outer_strategy if case.outer > 1 else "no_shard",
         **{"mixed_precision_policy": MixedPrecisionPolicy(main_params_dtype=None), **outer, **dict(case.options)},
     )
+
+
+def step_of(case: Case, model: MegatronModel, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Update once, by this rank's data of a step."""
+    mesh = mesh_of(case)
+    place = mesh.get_local_rank("outer") * case.inner + mesh.get_local_rank("inner")
+    loss_of(model, rows_of(case, step, 0, place)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def whole_of(tensor: Tensor) -> Tensor:
