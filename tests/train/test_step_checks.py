@@ -189,134 +189,121 @@ FAULTY_FROM = 3
 
 
 class Faulty(Passing):
-    """Does something wrong from a step on."""
+    """Does something wrong from a step on, at one place of it, or at two."""
 
-    def __init__(self, engine: Engine, fault: Callable[[Faulty, str], None]) -> None:
+    def __init__(self, engine: Engine, when: str, fault: Callable[[Faulty], None]) -> None:
         super().__init__(engine)
-        self.fault, self.asked = fault, 0
+        self.when, self.fault, self.asked = when.split(", "), fault, 0
+        self.kept: list[Tensor] = []
+
+    def at(self, place: str, number: int) -> None:
+        if place in self.when and number >= FAULTY_FROM:
+            with torch.no_grad():
+                self.fault(self)
 
     def step(self, lr: float) -> float:
-        if self.number >= FAULTY_FROM:
-            self.fault(self, "before step")
+        self.at("before step", self.number)
         norm = super().step(lr)
-        if self.number > FAULTY_FROM:
-            self.fault(self, "after step")
+        self.at("after step", self.number - 1)
         return norm
 
     def forward_backward(self, batch: Any, *, last: bool) -> Tensor:
-        if self.number >= FAULTY_FROM:
-            self.fault(self, "before forward")
+        self.at("before forward", self.number)
         loss = self.engine.forward_backward(batch, last=last)
-        if self.number >= FAULTY_FROM and last:
-            self.fault(self, "after backward")
+        self.at("after backward", self.number if last else 0)
         return loss
 
     def counters(self) -> dict[str, int]:
         self.asked += 1
         if self.asked == 2 * FAULTY_FROM - 1:  # asked at the beginning and at the end of a step
-            self.fault(self, "between steps")
+            self.at("between steps", FAULTY_FROM)
         return self.engine.counters()
 
-    def held(self, kind: str) -> dict[str, Tensor]:
-        found = self.engine.state().tensors
-        return {key: getattr(value, "_local_tensor", value) for key, value in found.items() if key.endswith(kind)}
+    def held(self, kind: str) -> list[Tensor]:
+        """This rank's weights, or moments of a kind."""
+        found = self.engine.state().tensors.items()
+        return [getattr(t, "_local_tensor", t) for key, t in found if key.startswith(kind) or key.endswith(kind)]
 
 
-@torch.no_grad()
-def skips_the_update(engine: Faulty, when: str) -> None:
-    held = [value for key, value in engine.engine.state().tensors.items() if key.startswith("weights/")]
-    held = [getattr(value, "_local_tensor", value) for value in held]
-    if when == "before step":
-        engine.kept = [value.clone() for value in held]  # type: ignore[attr-defined] # of this fault alone
-    if when == "after step":
-        for value, old in zip(held, engine.kept, strict=True):
-            value.copy_(old)
+def skips_the_update(engine: Faulty) -> None:
+    """Keeps weights before it, and brings them back after it."""
+    for value, old in zip(engine.held("weights/"), engine.kept, strict=False):
+        value.copy_(old)
+    engine.kept = [] if engine.kept else [value.clone() for value in engine.held("weights/")]
 
 
-@torch.no_grad()
-def rounds_reduced_gradients(engine: Faulty, when: str) -> None:
-    if when == "after backward":
-        for gradient in engine.engine.local_gradients().values():  # type: ignore[union-attr] # these engines have them
-            gradient.copy_(gradient.bfloat16())
+def rounds_reduced_gradients(engine: Faulty) -> None:
+    for gradient in engine.local_gradients().values():
+        gradient.copy_(gradient.bfloat16())
 
 
-@torch.no_grad()
-def rounds_momentum(engine: Faulty, when: str) -> None:
-    if when == "after step":
-        for moment in engine.held("/exp_avg").values():
-            moment.copy_(moment.bfloat16())
+def rounds_momentum(engine: Faulty) -> None:
+    for moment in engine.held("/exp_avg"):
+        moment.copy_(moment.bfloat16())
 
 
-@torch.no_grad()
-def swaps_momentum(engine: Faulty, when: str) -> None:
-    if when == "between steps":
-        for moment in engine.held("/exp_avg").values():
-            moment.copy_(moment.flip(0))
+def swaps_momentum(engine: Faulty) -> None:
+    for moment in engine.held("/exp_avg"):
+        moment.copy_(moment.flip(0))
 
 
-@torch.no_grad()
-def is_a_step_ahead(engine: Faulty, when: str) -> None:
-    if when == "before step" and engine.number == FAULTY_FROM:
-        for state in engine.engine.optimizer.state.values():  # type: ignore[attr-defined] # both engines have one
+def is_a_step_ahead(engine: Faulty) -> None:
+    if engine.number == FAULTY_FROM:
+        for state in engine.optimizer.state.values():
             state["step"] += 1
 
 
-@torch.no_grad()
-def alters_weights(engine: Faulty, when: str) -> None:
-    if when == "after step" and engine.number == 6:
-        for key, value in engine.engine.state().tensors.items():
-            if key.startswith("weights/"):
-                getattr(value, "_local_tensor", value).mul_(1 + 1e-6)
+def alters_weights(engine: Faulty) -> None:
+    if engine.number == 6:
+        for weight in engine.held("weights/"):
+            weight.mul_(1 + 1e-6)
 
 
-@torch.no_grad()
-def alters_an_element_before_a_forward(engine: Faulty, when: str) -> None:
+def alters_an_element(engine: Faulty) -> None:
     """After the step was looked at for what it begins with."""
-    if when == "before forward" and engine.number == 4:
-        (*_, key) = (key for key in engine.engine.state().tensors if key.startswith("weights/"))
-        tensor = engine.engine.state().tensors[key]
-        getattr(tensor, "_local_tensor", tensor).view(-1)[5] += 1e-3
+    if engine.number == 4:
+        engine.held("weights/")[-1].view(-1)[5] += 1e-3
 
 
-def alters_rows(engine: Faulty, when: str, half: int) -> None:
+def alters_rows(engine: Faulty, half: int) -> None:
     """Of the second rank's averaged gradients alone."""
-    if when == "after backward" and torch.distributed.get_rank() == 1:
-        for gradient in engine.engine.local_gradients().values():  # type: ignore[union-attr] # these engines have them
+    if torch.distributed.get_rank() == 1:
+        for gradient in engine.local_gradients().values():
             rows = gradient.view(len(gradient), -1)
             rows[half * len(rows) // 2 : (half + 1) * len(rows) // 2] *= 1.01
 
 
 LATE = {
-    "skips_the_update": (skips_the_update, "rule", 3),
-    "rounds_reduced_gradients": (rounds_reduced_gradients, "sum", 3),
-    "rounds_momentum": (rounds_momentum, "rule", 3),
-    "swaps_momentum": (swaps_momentum, "kept", 3),
-    "is_a_step_ahead": (is_a_step_ahead, "rule", 3),
-    "alters_weights": (alters_weights, "rule", 5),
+    "skips_the_update": ("before step, after step", skips_the_update, "rule", 3),
+    "rounds_reduced_gradients": ("after backward", rounds_reduced_gradients, "sum", 3),
+    "rounds_momentum": ("after step", rounds_momentum, "rule", 3),
+    "swaps_momentum": ("between steps", swaps_momentum, "kept", 3),
+    "is_a_step_ahead": ("before step", is_a_step_ahead, "rule", 3),
+    "alters_weights": ("after step", alters_weights, "rule", 5),
 }
 OF_A_COPY = {
-    "rows_that_it_looks_at": (partial(alters_rows, half=1), "sum", 3),
-    "rows_that_the_other_looks_at": (partial(alters_rows, half=0), "replicas", 3),
+    "rows_that_it_looks_at": ("after backward", partial(alters_rows, half=1), "sum", 3),
+    "rows_that_the_other_looks_at": ("after backward", partial(alters_rows, half=0), "replicas", 3),
 }
 """Where ranks keep copies, each looks at some of the rows of gradients; all of the weights that come of them."""
-ELEMENT = alters_an_element_before_a_forward
+ELEMENT = "before forward", alters_an_element
 FAULTS = {
-    "native-optim_grads_params": LATE | {"an_element": (ELEMENT, "gather", 4)},
-    "ddp": LATE | OF_A_COPY | {"an_element": (ELEMENT, "kept", 4)},  # its forwards compute with what it keeps
+    "native-optim_grads_params": LATE | {"an_element": (*ELEMENT, "gather", 4)},
+    "ddp": LATE | OF_A_COPY | {"an_element": (*ELEMENT, "kept", 4)},  # its forwards compute with what it keeps
 }
 
 
 def faulty(rank: int, folder: str, kind: str) -> None:
-    for name, (fault, _, _) in FAULTS[kind].items():
-        config = configured(kind)
-        train(config, Path(folder, name), rank, wrap_engine=lambda engine, fault=fault: Faulty(engine, fault))
+    for name, (when, fault, *_) in FAULTS[kind].items():
+        wrong = lambda engine, when=when, fault=fault: Faulty(engine, when, fault)  # noqa: E731
+        train(configured(kind), Path(folder, name), rank, wrap_engine=wrong)
 
 
 @pytest.mark.parametrize("kind", FAULTS)
 def test_what_goes_wrong_later_is_there_at_its_step(tmp_path: Path, kind: str) -> None:
     run_ranks(faulty, 2, str(tmp_path), kind)
     limits = {"sum": ROUNDED, "gather": 1e-9, "kept": 1e-9, "replicas": 1e-9, "rule": 1.0}
-    for name, (_, column, step) in FAULTS[kind].items():
+    for name, (*_, column, step) in FAULTS[kind].items():
         stream = read(tmp_path / name)
         first = {check: np.flatnonzero(~(stream.column(check) <= limit)) for check, limit in limits.items()}
         beyond = {check: int(found[0]) + 1 for check, found in first.items() if len(found) and found[0] < 5}
