@@ -14,6 +14,7 @@ from torch import Tensor
 from harness.checkpoint.folder import path_of
 from harness.checkpoint.manifest import Manifest
 from harness.checkpoint.storage import whole_tensor
+from harness.engines.protocol import TORCH_DTYPES
 from tests.support.layouts import (
     LAYOUTS,
     SAVED,
@@ -71,44 +72,26 @@ def _draw_and_run(folder: Path, count: int, layouts: Sequence[Layout]) -> None:
 WIDE, NARROW = Layout("native", "optim", 2), Layout("native", "optim_grads_params", 2, dtype="bf16")
 
 
-def into_another_dtype(rank: int, root: Path, layout: Layout) -> list[str]:
-    """Load fp64 state where main weights are fp32: each element rounded once, to nearest, ties to even."""
+def loaded_otherwise(rank: int, folder: Path, layout: Layout) -> list[str]:
+    """Weights that are not what a checkpoint holds, each rounded once, to nearest, ties to even: to the main dtype, or
+    what is frozen to the one it is computed with."""
     config = layout.config()
     engine: Any = build(config, rank)
-    loaded = checkpoints_of(root / "reference", config, rank).load_newest(engine)
+    loaded = checkpoints_of(folder, config, rank).load_newest(engine)
     assert loaded is not None
-    held = dict(engine.named_weights())
-    path = path_of(root / "reference", SAVED)
-    wrong = list(loaded.wrong)
+    path, wrong = path_of(folder, SAVED), list(loaded.wrong)
     frozen = {name for name, param in engine.model.module.named_parameters() if not param.requires_grad}
-    for key, entry in Manifest.read(path).tensors.items():
-        name = key.removeprefix("weights/")
-        if key.startswith("weights/"):
-            stored = torch.bfloat16 if name in frozen else torch.float32
-            wrong += [] if torch.equal(held[name], whole_tensor(path, entry).to(stored).float()) else [key]
+    entries = Manifest.read(path).tensors
+    for name, held in engine.named_weights():
+        stored = TORCH_DTYPES[config.dtype.compute] if name in frozen else held.dtype
+        if not torch.equal(held, whole_tensor(path, entries[f"weights/{name}"]).to(stored).to(held.dtype)):
+            wrong.append(name)
     engine.close()
     return wrong
 
 
 def test_another_dtype_rounds_once(saved: Saved) -> None:
-    assert run_ranks(into_another_dtype, 2, saved[0], NARROW) == [[], []]
-
-
-def narrow_to_wide(rank: int, root: Path) -> list[str]:
-    """fp32 state in an fp64 run: the same numbers."""
-    config = WIDE.config()
-    engine = build(config, rank)
-    loaded = checkpoints_of(root / "narrow", config, rank).load_newest(engine)
-    assert loaded is not None
-    held = dict(engine.named_weights())
-    path = path_of(root / "narrow", SAVED)
-    engine.close()
-    return [
-        key
-        for key, entry in Manifest.read(path).tensors.items()
-        if key.startswith("weights/")
-        and not torch.equal(held[key.removeprefix("weights/")], whole_tensor(path, entry).double())
-    ]
+    assert run_ranks(loaded_otherwise, 2, saved[0] / "reference", NARROW) == [[], []]
 
 
 def save_narrow(rank: int, root: Path) -> None:
@@ -120,4 +103,4 @@ def save_narrow(rank: int, root: Path) -> None:
 
 def test_a_wider_dtype_loses_nothing(tmp_path: Path) -> None:
     run_ranks(save_narrow, 2, tmp_path)
-    assert run_ranks(narrow_to_wide, 2, tmp_path) == [[], []]
+    assert run_ranks(loaded_otherwise, 2, tmp_path / "narrow", WIDE) == [[], []]

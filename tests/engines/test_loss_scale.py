@@ -14,15 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from harness.config.schema import Dtype, EngineName, Strategy
+from harness.config.schema import Dtype, Strategy
 from harness.engines.adapters.native import LossScale, NativeEngine
 from harness.engines.protocol import Ranks
 from harness.fsdp import MixedPrecisionPolicy, fully_shard_model, fully_shard_optimizer
 from harness.models.workload import LlamaWorkload
-from harness.store.metrics import read_metrics
 from tests.fsdp.test_api import Block
 from tests.fsdp.trial import Case, batches
-from tests.support.factory import small_config, train
 from tests.support.spawn import run_ranks
 
 RANKS = 3
@@ -248,17 +246,3 @@ def test_a_resumed_run_goes_on_with_the_same_scale() -> None:
         second.load_state_dict({key: value for key, value in saved.items() if "loss_scale" not in key})
     with pytest.raises(ValueError, match="unexpected loss_scale/"):
         adapter(case, "none", Dtype.fp16).load_state_dict(saved)
-
-
-@pytest.mark.usefixtures("group")
-def test_the_record_tells_the_scale_and_what_was_skipped(tmp_path: Path) -> None:
-    config = small_config(
-        engine__name=EngineName.native, dtype__compute=Dtype.fp16, dtype__loss_scale="dynamic", train__steps=6,
-        measure__capture_steps=[],
-    )  # fmt: skip
-    train(config, tmp_path / "dynamic")
-    lines = read_metrics(tmp_path / "dynamic" / "metrics.jsonl")
-    for line, following in pairwise(lines):
-        assert following["loss_scale"] == line["loss_scale"] / (2 if line["skipped"] else 1)
-        assert line["skipped"] == math.isnan(float(line["grad_norm"]))
-    assert not lines[-1]["skipped"]

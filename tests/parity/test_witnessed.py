@@ -3,7 +3,6 @@ tensor; what nobody saw is not checked; and each mistake that a judge could make
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +18,7 @@ from harness.parity.outcome import Finding, Grade, Stage
 from harness.parity.record import Record, load
 from harness.parity.tiers import divergence
 from harness.parity.tiers.arithmetic import Arithmetic
-from harness.store.check_stream import FOLDER, ONCE, step_columns
+from harness.store.check_stream import ONCE, step_columns
 from tests.parity.arms import Params, broken
 from tests.parity.conftest import Bench
 from tests.parity.corpus import bf16, stored_as
@@ -27,7 +26,7 @@ from tests.parity.edits import edit_lines
 from tests.parity.lab import CLEAN
 from tests.parity.network import Optimizer
 from tests.parity.streams import SKETCHES
-from tests.parity.test_every_step import AT, CONTROL, NAME, SEEN
+from tests.parity.test_every_step import AT, CONTROL, NAME, SEEN, damaged
 from tests.support.mutants import finds
 
 STEPS = SEEN.steps
@@ -56,25 +55,20 @@ class Witnessed:
         """The run, or another, with one number of one step in its stream another; it is the third tensor's."""
         key = (name, step, value, of)
         if key not in self.copies:
-            path = self._copy(of or self.clean)
-            rows = np.fromfile(path / FOLDER / "steps.f64").reshape(-1, len(step_columns(SKETCHES)))
-            rows[step - 1, column(name)] = value
-            if name != "norm":
-                rows[step - 1, column(f"{name}_tensor")] = 2
-            rows.tofile(path / FOLDER / "steps.f64")
-            self.copies[key] = load(path)
+            places = [column(name)] if name == "norm" else [column(name), column(f"{name}_tensor")]
+            change = lambda rows: rows[step - 1].__setitem__(places, [value, 2][: len(places)])  # noqa: E731
+            self.copies[key] = load(damaged((of or self.clean).path, self.folder(), change))
         return self.copies[key]
 
     def logging(self, key: str, step: int, change: Callable[[Any], Any]) -> Path:
         """The run with one number of one step in its record another."""
-        path = self._copy(self.clean)
+        path = damaged(self.clean.path, self.folder(), list)
         edit_lines(path, lambda lines: lines[step - 1].update({key: change(lines[step - 1][key])}))
         return path
 
-    def _copy(self, run: Record) -> Path:
-        path = self.root / f"{len([*self.root.iterdir()])}" / "lab" / "run"
-        shutil.copytree(run.path, path)
-        return path
+    def folder(self) -> Path:
+        """Of another copy."""
+        return self.root / f"{len([*self.root.iterdir()])}" / "lab" / "run"
 
     @property
     def arithmetic(self) -> Arithmetic:
@@ -222,11 +216,8 @@ def larger(step: int, weights: Params, optimizer: Optimizer) -> None:
 
 def unseen(it: Witnessed, arm: Any) -> Path:
     """A run as an engine that shows weights and gradients, and no optimizer at work."""
-    path = it._copy(load(it.bench.run(arm)))
-    rows = np.fromfile(path / FOLDER / "steps.f64").reshape(-1, len(step_columns(SKETCHES)))
-    rows[:, [column("rule"), column("kept")]] = np.nan
-    rows.tofile(path / FOLDER / "steps.f64")
-    return path
+    blind = lambda rows: rows.__setitem__((slice(None), [column("rule"), column("kept")]), np.nan)  # noqa: E731
+    return damaged(it.bench.run(arm), it.folder(), blind)
 
 
 ROUNDED = broken(CONTROL, reduced=stored_as(bf16), reduced_from=AT)

@@ -3,8 +3,10 @@ fault; but they are left out for an overflow alone, and in both runs."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from harness.parity.outcome import Grade, Outcome
 from harness.parity.record import Record, load
 from harness.parity.tiers import bitwise
 from harness.parity.tiers.arithmetic import Arithmetic
+from harness.store.metrics import read_metrics
 from tests.support.factory import freeze, small_config, stopping, train
 from tests.support.mutants import finds
 from tests.support.spawn import run_ranks
@@ -97,6 +100,9 @@ def test_some_updates_are_left_out(runs: Mapping[str, Record]) -> None:
     assert min(runs["wrong"].skipped) == AT
     assert runs["clean"].skipped & {*CAPTURED}
     assert any(step > min(runs["clean"].skipped) for step in {*CAPTURED} - runs["clean"].skipped)
+    for line, following in pairwise(read_metrics(runs["clean"].path / "metrics.jsonl")):
+        assert following["loss_scale"] == line["loss_scale"] * (0.5 if line["skipped"] else 2)
+        assert line["skipped"] == math.isnan(float(line["grad_norm"]))
 
 
 # -- what is claimed ---------------------------------------------------------------------------------------------------
