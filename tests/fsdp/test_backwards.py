@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from harness.fsdp import MegatronModel, Strategy, fully_shard, fully_shard_model
 from tests.fsdp.habits.world import same_gradients
 from tests.fsdp.test_api import Block, make, sgd
-from tests.support.spawn import run_ranks
+from tests.fsdp.test_guards import on_ranks
 
 STRATEGIES = [strategy.name for strategy in Strategy]
 RESIDENT = STRATEGIES[:3]
@@ -61,11 +59,7 @@ def unrolled_by_rank(rank: int, strategy: str) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("strategy", RESIDENT)
 def test_ranks_may_unroll_differently_where_weights_are_kept(strategy: str) -> None:
-    dist.destroy_process_group()
-    try:
-        found = run_ranks(unrolled_by_rank, 2, strategy)
-    finally:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    found = on_ranks(unrolled_by_rank, 2, strategy)
     plain = Unrolled()
     for rank in range(2):
         (plain(x_of(3, 6, seed=rank), 2 + 3 * rank).square().sum() / 2).backward()
@@ -169,20 +163,6 @@ def backward_of(model: nn.Module, *args: Any, **how: Any) -> None:
     model(x_of(3, 6), *args).square().sum().backward(**how)
 
 
-def three_times(model: nn.Module, _: nn.Module) -> None:
-    for _step in range(3):
-        model.zero_grad()
-        backward_of(model)
-
-
-def retained(model: nn.Module, _: nn.Module) -> None:
-    loss = model(x_of(3, 6)).square().sum()
-    with model.no_sync() if isinstance(model, MegatronModel) else nullcontext():
-        loss.backward(retain_graph=True)
-        loss.backward(retain_graph=True)
-    loss.backward()
-
-
 def to_the_head_alone(model: nn.Module, module: nn.Module) -> None:
     loss = model(x_of(3, 6)).square().sum()
     loss.backward(inputs=[module[2].weight])
@@ -190,8 +170,6 @@ def to_the_head_alone(model: nn.Module, module: nn.Module) -> None:
 
 Program = tuple[Callable[[], nn.Module], Callable[[Any, Any], Any]]
 PROGRAMS: dict[str, Program] = {
-    "a unit is complete after its last call": (Unrolled, three_times),
-    "a retained graph is used again": (Unrolled, retained),
     "to a parameter of the root alone": (make, to_the_head_alone),
     "forces from an energy": (lambda: Energy(by_grad), lambda model, _: backward_of(model)),
     "forces from an energy, differentiable": (lambda: Energy(by_grad_again), lambda model, _: backward_of(model)),
@@ -264,14 +242,4 @@ def test_differentiating_a_backward_is_refused_by_name(strategy: str) -> None:
     wrapped.zero_grad()
     for each in (wrapped, plain):
         each(x_of(3, 6)).square().sum().backward()
-    same_gradients(wrapped, plain)
-
-
-def test_a_backward_after_a_forward_that_raised_is_no_backward_inside_it() -> None:
-    wrapped, plain = fully_shard_model(make(), fsdp_unit_modules=[Block], zero_dp_strategy=2), make()
-    losses = [each(x_of(3, 6)).square().sum() for each in (wrapped, plain)]
-    with pytest.raises(RuntimeError, match="shapes"):
-        wrapped(x_of(3, 5))
-    for loss in losses:
-        loss.backward()
     same_gradients(wrapped, plain)

@@ -11,9 +11,7 @@ import torch.distributed as dist
 from hypothesis import given, settings, strategies as st
 
 from harness.fsdp import MixedPrecisionPolicy, ReplicaDrift, fully_shard
-from harness.fsdp.comm.communicator import Communicator
-from harness.fsdp.comm.device import DeviceRuntime
-from harness.fsdp.guards.replicas import Replica, bit_hash, check_equal
+from harness.fsdp.guards.replicas import bit_hash
 from harness.probe.collectives import CollectiveMeter
 from tests.fsdp.test_api import Block, make, sgd
 from tests.support.spawn import run_ranks
@@ -125,26 +123,6 @@ def test_all_ranks_name_the_parameter_and_the_ranks_at_the_first_check() -> None
             odd, even = even, odd
         assert f"replicas differ after update 2: {name} of bucket " in message
         assert f" {bucket} other bits on {odd} than on {even}. Something" in message
-
-
-def several(rank: int) -> list[str]:
-    comm = Communicator(None, DeviceRuntime(torch.device("cpu")))
-    equal = torch.arange(5.0)
-    messages = []
-    for own in (equal, equal + rank, torch.full((5,), math.nan), torch.zeros(0)):
-        replicas = [Replica("first", equal), Replica("second", own, lambda own=own: [("a", own[:1]), ("b", own[1:])])]
-        try:
-            check_equal(replicas, comm, "here")
-            messages.append("")
-        except ReplicaDrift as error:
-            messages.append(str(error))
-    return messages
-
-
-def test_named_tensors_over_any_communicator() -> None:
-    for messages in run_ranks(several, 3):
-        assert messages[0] == messages[2] == messages[3] == ""
-        assert "replicas differ here: a of bucket second has other bits on ranks 1, 2 than on rank 0." in messages[1]
 
 
 def traffic(rank: int) -> list[int]:

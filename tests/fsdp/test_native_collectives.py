@@ -1,66 +1,47 @@
 """The branches that only NCCL takes, on real process groups: the backend's own gathers and reductions.
 
 Over gloo the engine moves data by its own sends and reads. Here it is told that its peers are NCCL's, and calls gloo's
-collectives as it would call NCCL's, through torch's own bindings, which refuse a wrong argument; what NCCL demands
-beyond gloo is checked on the way. The training must be the one that sends and reads make.
+collectives as it would call NCCL's, through torch's own bindings, which refuse a wrong argument. The training must be
+the one that sends and reads make. What NCCL demands beyond gloo is checked by `tests/streams/group.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from harness.fsdp import fully_shard
 from harness.fsdp.comm.communicator import Communicator
-from tests.support.spawn import RankFailed, run_ranks
+from tests.fsdp.pairs import STRATEGIES
+from tests.support.spawn import run_ranks
 
-STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 GATHER, SCATTER, REDUCE = "allgather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced", "allreduce"
-ASKED = {
-    "no_shard": {REDUCE},
-    "optim": {GATHER, SCATTER},
-    "optim_grads": {GATHER, SCATTER},
-    "optim_grads_params": {GATHER, SCATTER},
-}
+ASKED = {strategy: {REDUCE} if strategy == "no_shard" else {GATHER, SCATTER} for strategy in STRATEGIES}
 """What each strategy asks of the backend."""
-
-
-def refuse_what_nccl_refuses(name: str, size: int, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-    """Dense tensors of one dtype a pair, and sizes that fit: gloo looks at fewer of these."""
-    assert len(outputs) == len(inputs) > 0, name
-    for output, given in zip(outputs, inputs, strict=True):
-        assert output.dtype == given.dtype, f"{name}: {output.dtype} and {given.dtype}"
-        assert output.is_contiguous(), name
-        assert given.is_contiguous(), name
-        whole, part = (output, given) if name == GATHER else (given, output)
-        assert whole.numel() == size * part.numel(), f"{name}: {whole.numel()} for {size} ranks of {part.numel()}"
 
 
 @contextmanager
 def as_over_nccl(calls: set[str]) -> Iterator[None]:
-    """Communicators made in the body call the backend; what they call is noted and checked."""
+    """Communicators made in the body call the backend; what they call is noted."""
 
-    def checked(name: str) -> Callable[..., Any]:
+    def noted(name: str) -> Callable[..., Any]:
         real = getattr(dist.ProcessGroup, name)
 
         def call(group: dist.ProcessGroup, *given: Any) -> Any:
             calls.add(name)
-            if name != REDUCE:
-                refuse_what_nccl_refuses(name, group.size(), *given)
             return real(group, *given)
 
         return call
 
     told = property(lambda self: False, lambda self, is_gloo: None)
     with mock.patch.object(Communicator, "is_gloo", told, create=True):
-        names = {name: checked(name) for name in (GATHER, SCATTER, REDUCE)}
+        names = {name: noted(name) for name in (GATHER, SCATTER, REDUCE)}
         with mock.patch.multiple(dist.ProcessGroup, **names):
             yield
 
@@ -105,15 +86,3 @@ def test_the_backends_own_collectives_are_called_as_torch_binds_them_and_train_t
             assert ASKED[strategy] <= calls, f"{strategy} called {calls}"
             for mine, theirs in zip(own, native, strict=True):
                 torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-7)
-
-
-def one_element_short(rank: int) -> None:
-    """A gather whose output has no room for the last element."""
-    with as_over_nccl(set()):
-        outputs, inputs = [torch.empty(2 * 4 - 1)], [torch.ones(4)]
-        dist.group.WORLD.allgather_into_tensor_coalesced(outputs, inputs).wait()
-
-
-def test_a_call_that_nccl_would_refuse_is_refused_here() -> None:
-    with pytest.raises(RankFailed, match="7 for 2 ranks of 4"):
-        run_ranks(one_element_short, 2)

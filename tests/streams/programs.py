@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -95,16 +95,6 @@ def groups_of(rank: int, outer: int, inner: int, of: str = "") -> tuple[Groups, 
     return Groups(found[0], gather=found[1]), found
 
 
-class Stepped(Protocol):
-    """What programs ask of an optimizer."""
-
-    def step(self) -> Any:
-        """Update the weights."""
-
-    def zero_grad(self) -> Any:
-        """Forget the gradients."""
-
-
 class Several:
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self.optimizers = optimizers
@@ -122,7 +112,7 @@ class Several:
             each.zero_grad()
 
 
-def shard(rank: int, case: Case, module: nn.Module) -> tuple[ShardedModel, Stepped]:
+def shard(rank: int, case: Case, module: nn.Module) -> tuple[ShardedModel, Any]:
     groups, _ = groups_of(rank, case.hosts, case.inner)
     dtype, policy, numerics = POLICIES[case.policy]
     options: dict[str, Any] = {"double_buffer": case.buffers == "double", "numerics": numerics}
@@ -232,7 +222,7 @@ def _whole(model: ShardedModel) -> Iterator[tuple[str, Tensor]]:
         yield from bucket.named_slices(bucket.gather_whole(bucket.main_shards))
 
 
-def train(rank: int, case: Case, model: ShardedModel, optimizer: Stepped, recorder: Recorder) -> None:
+def train(rank: int, case: Case, model: ShardedModel, optimizer: Any, recorder: Recorder) -> None:
     reader: Stream | None = None
     for step in range(STEPS):
         for index in range(case.k):
@@ -295,7 +285,7 @@ def read(model: ShardedModel, recorder: Recorder) -> Stream:
     return other
 
 
-def step_of(optimizer: Stepped, recorder: Recorder) -> None:
+def step_of(optimizer: Any, recorder: Recorder) -> None:
     optimizer.step()
 
 

@@ -276,15 +276,6 @@ def clipped_by_a_hook(world: World) -> None:
     world.extras = [torch.tensor(seen)]
 
 
-@grouped
-def groups_clipped_apart(world: World, model: Any, optimizer: Any) -> None:
-    for _ in range(3):
-        world.backward(model)
-        nn.utils.clip_grad_norm_(optimizer.param_groups[1]["params"], 0.05)
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 @stepped
 def goes_on_after_an_exception(world: World, model: Any, optimizer: Any) -> None:
     world.loop(model, optimizer, 2)

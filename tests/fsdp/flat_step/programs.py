@@ -148,19 +148,6 @@ def closure(world: World, model: Any, optimizer: Any) -> None:
         assert isinstance(optimizer.step(again), Tensor)
 
 
-@program
-def closure_of_own_step(world: World) -> None:
-    model = world.net()
-    optimizer = world.bind(Decaying(model.parameters(), lr=0.05, eps=1e-3))
-
-    def again() -> Tensor:
-        optimizer.zero_grad()
-        return world.backward(model)
-
-    for _ in range(3):
-        optimizer.step(again)
-
-
 # -- edits -------------------------------------------------------------------------------------------------------------
 
 
@@ -237,19 +224,6 @@ def zeros_of_the_model(world: World, model: Any, optimizer: Any) -> None:
 def unused_in_turn(world: World, model: Any, optimizer: Any) -> None:
     for step in range(9):
         world.step(model, optimizer, use=("all", "block", "half")[step % 3])
-
-
-@program
-def some_set_to_none(world: World) -> None:
-    model = world.net()
-    optimizer = world.bind(optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.3))
-    world.backward(model)
-    optimizer.step()
-    for param in [*model.parameters()][::3]:
-        param.grad = None
-    optimizer.step()
-    optimizer.zero_grad()
-    world.loop(model, optimizer, 2)
 
 
 @stepped
