@@ -137,28 +137,16 @@ def test_rates_are_those_of_the_update(tmp_path: Path) -> None:
     assert rates == pytest.approx([1e-3 * 0.9**step for step in range(STEPS)])
 
 
-class Generator(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.make = nn.Linear(4, 6)
-
-
-class Critic(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.judge = nn.Linear(6, 1)
-
-
 def adversarial(path: Path | None) -> list[bytes]:
     """Two models, two optimizers, each of which steps once a step: a list of modules, as pipeline stages are."""
     torch.manual_seed(0)
-    generator, critic = Generator(), Critic()
+    generator, critic = nn.ModuleDict({"make": nn.Linear(4, 6)}), nn.ModuleDict({"judge": nn.Linear(6, 1)})
     optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-3) for each in (generator, critic)]
     run = None if path is None else watch([generator, critic], optimizers, path, share=1.0)
     for step in range(STEPS):
         noise = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
         for sign, optimizer in zip((1, -1), optimizers, strict=True):
-            loss = sign * critic.judge(torch.tanh(generator.make(noise))).mean()
+            loss = sign * critic["judge"](torch.tanh(generator["make"](noise))).mean()
             for each_optimizer in optimizers:
                 each_optimizer.zero_grad()
             loss.backward()

@@ -13,7 +13,7 @@ from harness.parity.tensors import read
 from harness.probe.hooks import ParameterHooks
 from tests.support.factory import layouts, small_config, train, with_dtypes
 from tests.support.mutants import Slip, kills
-from tests.support.spawn import run_ranks
+from tests.support.spawn import made_by, run_ranks
 
 ENGINES: dict[str, dict[str, Any]] = {
     **layouts(
@@ -31,20 +31,16 @@ ENGINES: dict[str, dict[str, Any]] = {
 UNEVEN = {"model__vocab_size": 65, "model__ffn_dim": 47}
 
 
-def trains(rank: int, folder: str) -> None:
+def trains(rank: int, folder: Path) -> None:
     for kind, changes in ENGINES.items():
         for dtype in (Dtype.fp32, Dtype.bf16):
             if kind.endswith("-no_shard") and dtype is Dtype.bf16:
                 continue  # DeepSpeed has no such policy; FSDP1 adds microbatches up in bf16
             config = small_config(mesh__world_size=2, measure__capture_steps=[1, 3], **UNEVEN, **changes)
-            train(with_dtypes(config, dtype, Dtype.fp32), Path(folder, f"{kind}-{dtype.name}"), rank)
+            train(with_dtypes(config, dtype, Dtype.fp32), folder / f"{kind}-{dtype.name}", rank)
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("seen")
-    run_ranks(trains, 2, str(folder))
-    return folder
+runs = made_by(trains, 2)
 
 
 @pytest.mark.parametrize("kind", ENGINES)
@@ -62,15 +58,15 @@ def test_sums_of_what_ranks_saw_are_the_reduced_gradients(runs: Path, kind: str)
                 assert seen.terms[name] > 0, "each rank has data of its own, and all weights are used"
 
 
-def trains_once(rank: int, folder: str) -> None:
+def trains_once(rank: int, folder: Path) -> None:
     config = small_config(mesh__world_size=2, **ENGINES["fsdp1-optim_grads_params"])
     with pytest.MonkeyPatch.context() as monkeypatch:
         slip = Slip(ParameterHooks, "_before", "isinstance(weight._base, nn.Parameter)", "False")
         slip.put(monkeypatch)
-        train(config, Path(folder), rank)
+        train(config, folder, rank)
 
 
 @kills("Witnesses", "views of a flat parameter", "Of FSDP1 no local gradient is seen, so a reduction has no place")
 def test_gradients_of_views_are_missed_where_parameters_alone_are_listened_to(tmp_path: Path) -> None:
-    run_ranks(trains_once, 2, str(tmp_path))
+    run_ranks(trains_once, 2, tmp_path)
     assert not read(tmp_path / "capture", (1,), ()).witnesses

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from harness.config.roundoff import UNIT
 from harness.models.moe import RoutedFeedForward, Router
 from harness.models.workload import workload_for
+from harness.parity.tiers.arithmetic import Arithmetic
+from harness.parity.tiers.envelope import Envelope, _most
 from tests.models.families import filled, mean_gradient, option, rows
 
 
@@ -69,12 +73,6 @@ def test_only_choosing_leaves_experts_unused() -> None:
 
 def test_routes_flip_as_often_as_the_envelope_says() -> None:
     """Score errors of a known size: the share of tokens whose set of experts changes, and its bound over many draws."""
-    from dataclasses import replace
-
-    from harness.config.roundoff import UNIT
-    from harness.parity.tiers.arithmetic import Arithmetic
-    from harness.parity.tiers.envelope import Envelope, _most
-
     n, k, tokens = 8, 2, 200_000
     generator = torch.Generator().manual_seed(0)
     scores = torch.randn(tokens, n, generator=generator, dtype=torch.float64)

@@ -13,6 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -52,6 +53,18 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, apart: 
             _raise_failure(Path(folder), codes)
             return [pickle.loads(_result(Path(folder), rank).read_bytes()) for rank in range(world_size)]
     raise AssertionError("the last attempt returns or raises")
+
+
+def made_by(function: Callable[..., Any], world_size: int, *args: Any) -> Any:
+    """A fixture of the module: the folder that is given to `function(rank, folder, *args)` on every rank, once."""
+
+    @pytest.fixture(scope="module")
+    def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+        made = tmp_path_factory.mktemp("made")
+        run_ranks(function, world_size, made, *args)
+        return made
+
+    return folder
 
 
 def _run(rank: int, world_size: int, folder: Path, function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:

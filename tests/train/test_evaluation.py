@@ -22,7 +22,7 @@ from harness.store.metrics import read_metrics
 from harness.train.callbacks import Callback, EarlyStop
 from tests.support.factory import layouts, small_config, train
 from tests.support.mutants import kills
-from tests.support.spawn import run_ranks
+from tests.support.spawn import made_by, run_ranks
 from tests.train.runs import assert_same_run, summary
 
 SHARDED = layouts(
@@ -37,22 +37,18 @@ KEPT = ("loss", "grad_norm", "param_norm", "lr", "data_digest", "comm", "counter
 """What training has with an evaluation as without."""
 
 
-def both(rank: int, folder: str, cases: Iterable[str]) -> None:
+def both(rank: int, folder: Path, cases: Iterable[str]) -> None:
     """Every case with an evaluation after each step, and with none."""
     for case, every in product(cases, (0, 1)):
         changes = {"mesh__world_size": 2, "train__steps": 4, "train__param_norm_every": 1, **CASES[case]}
-        train(small_config(measure__validate_every=every, **changes), Path(folder, f"{case}-{every}"), rank)
+        train(small_config(measure__validate_every=every, **changes), folder / f"{case}-{every}", rank)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    made = str(tmp_path_factory.mktemp("evaluated"))
-    run_ranks(both, 2, made, list(CASES))
-    return made
+folder = made_by(both, 2, list(CASES))
 
 
-def differences(folder: str, case: str) -> list[Any]:
-    plain, evaluated = (Path(folder, f"{case}-{every}") for every in (0, 1))
+def differences(folder: Path, case: str) -> list[Any]:
+    plain, evaluated = (folder / f"{case}-{every}" for every in (0, 1))
     pairs = zip(read_metrics(plain / "metrics.jsonl"), read_metrics(evaluated / "metrics.jsonl"), strict=True)
     kept = [key for key in KEPT if key != "comm" or "fp8" not in case]  # maxima with FP8 are exchanged before
     found: list[Any] = [(a["step"], key, a[key], b[key]) for a, b in pairs for key in kept if a[key] != b[key]]
@@ -61,16 +57,16 @@ def differences(folder: str, case: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_training_is_the_same_with_and_without(folder: str, case: str) -> None:
+def test_training_is_the_same_with_and_without(folder: Path, case: str) -> None:
     assert differences(folder, case) == []
 
 
-def test_layouts_agree_with_one_process(folder: str, tmp_path: Path) -> None:
+def test_layouts_agree_with_one_process(folder: Path, tmp_path: Path) -> None:
     train(small_config(train__steps=4, measure__validate_every=1), tmp_path)
     right = [each["validation"]["loss"] for each in read_metrics(tmp_path / "metrics.jsonl")]
     assert len(set(right)) == 4
     for case in ("native-no_shard", "fsdp2-optim_grads_params", "ddp-no_shard"):
-        found = [each["validation"]["loss"] for each in read_metrics(Path(folder, f"{case}-1", "metrics.jsonl"))]
+        found = [each["validation"]["loss"] for each in read_metrics(folder / f"{case}-1" / "metrics.jsonl")]
         assert found == pytest.approx(right, rel=1e-6)
 
 
@@ -153,7 +149,7 @@ def test_modes_and_random_numbers_are_as_before() -> None:
     assert [each.training for each in module.modules()] == modes == [True, True, False]
 
 
-def unsent(rank: int, folder: str) -> None:
+def unsent(rank: int, folder: Path) -> None:
     def evaluate(self: Any, batches: Any) -> list[float]:
         with native.evaluating(self.model, self.device):
             return [self.workload.loss(self.model, batch).item() for batch in batches]
@@ -164,5 +160,5 @@ def unsent(rank: int, folder: str) -> None:
 
 @kills("Held-out data", "gathers left out", "The step after an evaluation lacks the gathers of updated weights")
 def test_a_step_that_sends_less_is_found(tmp_path: Path) -> None:
-    run_ranks(unsent, 2, str(tmp_path))
-    assert "comm" in json.dumps(differences(str(tmp_path), "native-optim"))
+    run_ranks(unsent, 2, tmp_path)
+    assert "comm" in json.dumps(differences(tmp_path, "native-optim"))

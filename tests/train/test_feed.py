@@ -25,7 +25,7 @@ from harness.parity.record import Record, load
 from harness.parity.tiers.arithmetic import Arithmetic
 from tests.support.factory import freeze, small_config, train, with_dtypes
 from tests.support.mutants import finds
-from tests.support.spawn import run_ranks
+from tests.support.spawn import made_by
 
 STEPS, BEGINS = 8, 7
 Batch = list[tuple[Any, Any]]
@@ -124,16 +124,16 @@ def config_of(engine: str, **changes: Any) -> Config:
     return small_config(**{**usual, **ENGINES.get(engine, {}), **changes})
 
 
-def trains(rank: int, folder: str) -> None:
+def trains(rank: int, folder: Path) -> None:
     for engine, case in PAIRS:
         with wrong_loader(case):
-            run(config_of(engine, mesh__world_size=2), Path(folder, engine, case), rank)
+            run(config_of(engine, mesh__world_size=2), folder / engine / case, rank)
     with wrong_loader("tokens", once=True):
-        run(config_of("native", mesh__world_size=2), Path(folder, "native", "once"), rank)
+        run(config_of("native", mesh__world_size=2), folder / "native" / "once", rank)
     config = with_dtypes(config_of("native", mesh__world_size=2, **HOT), Dtype.bf16, Dtype.fp32)
     for case in ("right", "targets"):
         with wrong_loader(case):
-            run(config, Path(folder, "hot", case), rank)
+            run(config, folder / "hot" / case, rank)
 
 
 HOT = {"measure__step_checks": True, "measure__capture_steps": None, "optimizer__lr": 0.3}
@@ -144,11 +144,7 @@ def run(config: Config, path: Path, rank: int = 0) -> None:
     train(config, path, rank)
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("runs")
-    run_ranks(trains, 2, str(folder))
-    return folder
+runs = made_by(trains, 2)
 
 
 def found(run_dir: Path) -> list[tuple[int | None, Stage, int]]:

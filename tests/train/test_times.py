@@ -21,7 +21,7 @@ from harness.train import again
 from harness.train.again import local_gradients
 from tests.support.factory import layouts, small_config, train
 from tests.support.mutants import finds
-from tests.support.spawn import run_ranks
+from tests.support.spawn import made_by
 
 PARTS = ("data_s", "forward_s", "backward_s", "optimizer_s")
 ENGINES = layouts(native="no_shard optim optim_grads optim_grads_params", fsdp2="optim_grads_params", ddp="no_shard")
@@ -33,19 +33,15 @@ RUNS = [
 """Engine, microbatches a rank, and whether every step is checked."""
 
 
-def trains(rank: int, folder: str) -> None:
+def trains(rank: int, folder: Path) -> None:
     for engine, k, looks in RUNS:
         changes = {**ENGINES[engine], "train__microbatch_size": 4 // k, "measure__step_checks": looks}
         captured = [2] if looks else []
         config = small_config(mesh__world_size=2, train__steps=5, measure__capture_steps=captured, **changes)
-        train(config, Path(folder, f"{engine}-{k}-{looks}"), rank)
+        train(config, folder / f"{engine}-{k}-{looks}", rank)
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("runs")
-    run_ranks(trains, 2, str(folder))
-    return folder
+runs = made_by(trains, 2)
 
 
 def shares(run_dir: Path) -> list[float]:

@@ -14,7 +14,7 @@ from harness.config.schema import EngineName, Strategy
 from harness.train.trace import Trace
 from tests.support.factory import small_config, train
 from tests.support.mutants import kills
-from tests.support.spawn import run_ranks
+from tests.support.spawn import made_by
 from tests.train.runs import assert_same_run, summary
 
 UNITS = [f"blocks.{number}" for number in range(2)]
@@ -26,18 +26,14 @@ def names(path: Path) -> Counter[str]:
     return Counter(str(each["name"]) for each in told if each.get("ph") == "X")
 
 
-def traced_runs(rank: int, folder: str) -> None:
+def traced_runs(rank: int, folder: Path) -> None:
     zero3 = {"mesh__world_size": 2, "sharding__strategy": Strategy.optim_grads_params, "train__steps": 5}
     for engine in (EngineName.native, EngineName.fsdp2):
         config = small_config(engine__name=engine, measure__trace_steps=[2, 3, 5], **zero3)
-        train(config, Path(folder) / engine.name, rank)
+        train(config, folder / engine.name, rank)
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("traced")
-    run_ranks(traced_runs, 2, str(folder))
-    return folder
+runs = made_by(traced_runs, 2)
 
 
 def test_each_row_of_steps_is_a_file_of_the_first_rank(runs: Path) -> None:
