@@ -14,7 +14,6 @@ from torch import Tensor
 from harness.fsdp.runtime.gather import GatherPipeline
 from harness.fsdp.storage.memory import BucketMemory
 from harness.fsdp.storage.param_group import ParamGroup
-from harness.fsdp.update.flat_step import FlatStep
 from tests.fsdp.checked import patched
 from tests.fsdp.trial import Case
 from tests.support.mutants import slips
@@ -42,26 +41,7 @@ def case_of(words: str) -> Case:
     return Case(**{"engine": "native", "strategy": first, "world_size": 2} | usual | given)
 
 
-_init, _prefetch, _refill = FlatStep.__init__, GatherPipeline._prefetch, BucketMemory.refill
-
-
-def _steps_before(self: FlatStep, optimizer: Any, *others: Any) -> None:
-    _init(self, optimizer, *others)
-    rates = [group["lr"] for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-        for param in group["params"]:
-            param.grad = torch.zeros_like(param)
-    type(optimizer).step(optimizer, None)
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
-    optimizer.zero_grad()
-
-
-def _one_setting(self: FlatStep, optimizer: Any, *others: Any) -> None:
-    _init(self, optimizer, *others)
-    for group in optimizer.param_groups:
-        group["weight_decay"] = 10 * optimizer.param_groups[0]["weight_decay"]
+_prefetch, _refill = GatherPipeline._prefetch, BucketMemory.refill
 
 
 def _blank_ahead(self: GatherPipeline) -> None:
@@ -84,18 +64,6 @@ def _slots_overlap(self: BucketMemory, bucket: Tensor) -> None:
 
 
 PATCHES: dict[str, tuple[str, Callable[[], Any], str, str]] = {
-    "counters begin late": (
-        "State is made by a step on zero gradients, whose step count stays",
-        patched(FlatStep, "__init__", _steps_before),
-        "update:",
-        "optim_grads_params optimizer='adamw'",
-    ),
-    "one group's settings": (
-        "The first group's settings are taken for all",
-        patched(FlatStep, "__init__", _one_setting),
-        "update:",
-        "optim_grads_params optimizer='adamw'",
-    ),
     "blank weights ahead": (
         "What is fetched ahead is not filled",
         patched(GatherPipeline, "_prefetch", _blank_ahead),
@@ -184,6 +152,14 @@ SLIPS = slips(
             => return -(-numel // num_ranks)\n    rows = 0
         size of the|invalid for input
         optim_grads_params world_size=4
+    counters begin late: State is made by a step on zero gradients, whose step count stays
+        fsdp.update.rules._first: FIRST.get(entry, 0.0) => FIRST.get(entry, float(entry == "step"))
+        update:
+        optim_grads_params optimizer='adamw'
+    one group's settings: The first group's settings are taken for all
+        fsdp.update.flat_step.FlatStep._add: self._plan[group].append(piece) => self._plan[0].append(piece)
+        update:
+        optim_grads_params optimizer='adamw'
     the root is forgotten: Only units are gathered
         fsdp.runtime.gather.GatherPipeline.pre_forward: for unit in self._roots: => for unit in ():
         sharded one

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import Any
@@ -23,11 +23,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from harness.fsdp import MixedPrecisionPolicy, build, fully_shard
-from harness.fsdp.comm.communicator import Communicator, Cut, Pending
-from harness.fsdp.ragged import RaggedShard
-from harness.fsdp.storage.layout import BucketLayout, LocalSlice, Slot
+from harness.fsdp.comm.communicator import Communicator, Pending
 from tests.fsdp.pairs import STRATEGIES
-from tests.support.mutants import each
+from tests.support.mutants import each, slips
 from tests.support.spawn import run_ranks
 
 FEW, MANY = 16, 2048
@@ -136,51 +134,25 @@ def test_no_rank_does_more_where_there_are_many(strategy: str) -> None:
     assert run_ranks(_growing, 1, strategy, apart=True)[0] == []
 
 
-_init = RaggedShard.__init__
-
-
-def _rows_at_once(self: RaggedShard, spans: Callable[[], Any], name: str) -> None:
-    _init(self, spans, name)
-    assert self.spans
-
-
-MUTANTS: dict[str, tuple[str, Callable[[], Any]]] = {
-    "asked each time": (
-        "Whether chunks lie one after another is found for each collective",
-        lambda: mock.patch.object(Cut, "covers", property(_asked_again, _noted), create=True),
-    ),
-    "rows at once": (
-        "Rows of all ranks are found for each tensor that is handed out",
-        lambda: mock.patch.object(RaggedShard, "__init__", _rows_at_once),
-    ),
-    "outer slices": (
-        "What an inner shard holds is put together of one slice for each outer rank",
-        lambda: mock.patch.object(BucketLayout, "inner_slice", _of_outer_slices),
-    ),
-}
-
-
-def _asked_again(self: Cut) -> Any:
-    Cut.__init__(self, self.spans)
-    return vars(self)["noted"]
-
-
-def _noted(self: Cut, covers: Any) -> None:
-    vars(self)["noted"] = covers
-
-
-def _of_outer_slices(self: BucketLayout, slot: Slot, inner_rank: int) -> LocalSlice:
-    first, *_, last = [
-        self.local_slice(slot, rank) for rank in range(inner_rank * self.outer, (inner_rank + 1) * self.outer)
-    ]
-    return LocalSlice(slot.segment, first.offset, first.start, last.end)
+MUTANTS = slips(
+    r"""
+    asked each time: Whether chunks lie one after another is found for each collective
+        fsdp.comm.communicator.Part.chunks: self.cut.covers => Cut(self.cut.spans).covers
+    rows at once: Rows of all ranks are found for each tensor that is handed out
+        fsdp.storage.dtensors.DTensorFactory._placements: self._found[slot.spec.name] = tuple(others)
+            => self._found[slot.spec.name] = tuple(others)\n        getattr(others[-1], "spans", ())
+    outer slices: What an inner shard holds is put together of one slice for each outer rank
+        fsdp.storage.layout.BucketLayout.inner_slice: size = self
+            => [self.local_slice(slot, inner_rank * self.outer + each) for each in range(self.outer)]\n    size = self
+    """
+)
 
 
 def _with_mistake(rank: int, name: str) -> list[str]:
-    with MUTANTS[name][1]():
+    with MUTANTS[name].patched():
         return _growing(rank, "optim_grads_params")
 
 
-@pytest.mark.parametrize("name", each("What a step costs with many ranks", [(n, m[0]) for n, m in MUTANTS.items()]))
+@pytest.mark.parametrize("name", each("What a step costs with many ranks", MUTANTS))
 def test_what_grows_with_the_ranks_is_found(name: str) -> None:
     assert run_ranks(_with_mistake, 1, name, apart=True)[0]

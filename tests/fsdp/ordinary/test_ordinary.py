@@ -13,13 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
-from unittest import mock
 
 import pytest
 
-from harness.fsdp.runtime.gather import GatherPipeline
-from harness.fsdp.runtime.gradient_sync import Usage
-from harness.fsdp.storage.gradients import Gradients
 from tests.fsdp.checked import BROKEN, areas_of
 from tests.fsdp.ordinary.judging import Verdict, judge
 from tests.fsdp.ordinary.program import AXES, COUNT, FOUND, Program, covering_seeds, draw
@@ -101,18 +97,6 @@ def test_what_was_wrong_once_is_right(name: str) -> None:
 
 # -- mutants -----------------------------------------------------------------------------------------------------------
 
-_copy_in = Gradients.copy_in
-
-
-def _twice(self: Gradients, index: int) -> None:
-    _copy_in(self, index)
-    if self.layout.slots[index].spec.name == "embed.weight":
-        self._views[index].mul_(2)
-
-
-def _root_last(self: GatherPipeline) -> None:
-    self._begin([unit for unit in reversed(self.order) if unit not in self._whole])
-
 
 @dataclass(frozen=True)
 class Mutant:
@@ -133,35 +117,37 @@ def _trains_all(program: Program) -> bool:
     return program.freezing == "nothing" and program.clip in ("nothing", "ours")
 
 
+PROGRAMS = {name: [program] for name, program in FOUND.items()} | {
+    "tied": few(lambda p: p.tied and _trains_all(p)),
+    "unused": few(lambda p: "DroppedTogether" in p.pieces or "InTurns" in p.pieces),
+}
 MUTANTS = {
-    "tied counts twice": Mutant(
-        "The gradient of a weight with two names counts twice",
-        lambda: mock.patch.object(Gradients, "copy_in", _twice),
-        few(lambda p: p.tied and _trains_all(p)),
-    ),
-    "unused is stepped": Mutant(
-        "Decay and momentum move a parameter that got no gradient",
-        lambda: mock.patch.object(Usage, "find", return_value=0),
-        few(lambda p: "DroppedTogether" in p.pieces or "InTurns" in p.pieces),
-    ),
-    "the root comes last": Mutant(
-        "A backward gathers the root after the units, where a forward in between has resharded it",
-        lambda: mock.patch.object(GatherPipeline, "pre_backward", _root_last),
-        [FOUND["a forward between forward and backward, where ranks use different units"]],
-    ),
-} | {
-    name: Mutant(slip.breaks, slip.patched, [FOUND[program]], "Hidden tensors")
-    for name, (slip, program) in slips(
-        """
+    name: Mutant(slip.breaks, slip.patched, PROGRAMS[programs], *area)
+    for name, (slip, programs, *area) in slips(
+        r"""
+    tied counts twice: The gradient of a weight with two names counts twice
+        fsdp.storage.gradients.Gradients.copy_in: self._unwritten.discard(index)
+            => self._unwritten -= {index}\n    self._views[index].mul_(1 + ("embed.w" in str(self.layout.slots[index])))
+        tied
+    unused is stepped: Decay and momentum move a parameter that got no gradient
+        fsdp.runtime.gradient_sync.Usage.find: lambda *_: 0
+        unused
+    the root comes last: A backward gathers the root after the units, where a forward in between has resharded it
+        fsdp.runtime.gather.GatherPipeline.pre_backward: self._begin(
+            => order = [*reversed(self.order)]\n    self._begin(
+        a forward between forward and backward, where ranks use different units
     order is not asked: A unit whose inputs no hook sees is released when its last gradient has come
         fsdp.runtime.readiness.Readiness.enter: lambda *_, **__: None
         weights of a unit whose inputs no hook sees
+        Hidden tensors
     unseen units are released: A unit of which neither inputs nor outputs can be seen is released after its forward
         fsdp.runtime.gather.GatherPipeline.keep: lambda *_, **__: None
         a unit that takes and gives objects
+        Hidden tensors
     resting units stay: A unit between two of its calls in one backward keeps the buffer that another one needs
         fsdp.runtime.backward_hooks.BackwardHooks._call_passed: BackwardHooks._end_if_over
         two calls of each unit in a double buffer
+        Hidden tensors
         """
     ).items()
 }
