@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from datetime import timedelta
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,8 @@ import torch.distributed as dist
 from harness.fsdp import fully_shard
 from harness.watchdog import CollectiveError, Watchdog, ranks_text
 from harness.watchdog.report import Position, describe_hang
-from harness.watchdog.store import CollectiveCheck, RollCalls
-from tests.support.mutants import Slip, each
+from harness.watchdog.store import RollCalls
+from tests.support.mutants import Slip, each, each_found_by
 from tests.support.spawn import run_ranks
 from tests.watchdog.ranks import Counted, together, watchdogs, without_threads
 
@@ -107,41 +106,26 @@ def test_all_that_come_name_the_rank_that_does_not() -> None:
     assert "in a comparison of weights here; rank 2 has not come: it is here and has begun no collective" in message
 
 
-def _all_read(self: CollectiveCheck, label: object, data: Sequence[Any], limit_s: float) -> None:
-    self._number += 1
-    keys = [f"{self._number}/{rank}" for rank in self.ranks]
-    self._store.set(keys[self.rank], str(label))
-    self._store.wait(keys, timedelta(seconds=limit_s))
-    assert len({self._store.get(key) for key in keys}) == 1
-
-
-WAITS = 'voice.wait([f"{roll}/all answered"], timedelta(seconds=ANSWER_S))'
-MUTANTS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
-    "all read all": (
-        "Each rank reads what each has told of a collective",
-        lambda patch: patch.setattr(CollectiveCheck, "compare", _all_read),
-    ),
-    "asked again": (
-        "Who makes the message asks again and again who has answered",
-        Slip(RollCalls, "ask", WAITS, 'while not voice.check([f"{roll}/all answered"]): pass').put,
-    ),
-    "each rank asks": (
-        "Every rank that waits says so, and not the first alone",
-        Slip(RollCalls, "ask", 'voice.add(f"{roll}/asked", 1) != 1', "False").put,
-    ),
-}
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        *each("What ranks ask of their store", [(name, MUTANTS[name][0]) for name in ("all read all", "asked again")]),
-        *each("Deadlocks", [("each rank asks", MUTANTS["each rank asks"][0])]),
-    ],
+test_who_asks_too_much_is_found = each_found_by(
+    "What ranks ask of their store",
+    """
+    all read all: Each rank reads what each has told of a collective
+        watchdog.store.CollectiveCheck.compare: # All have come
+            => found = [self._store.get(f"{here}/{rank}") for rank in self.ranks]  #
+    asked again: Who makes the message asks again and again who has answered
+        watchdog.store.RollCalls.ask: voice.wait([f"{roll}/all answered"], timedelta(seconds=ANSWER_S))
+            => while not voice.check([f"{roll}/all answered"]): pass
+    """,
+    test_a_rank_asks_a_few_times_however_many_there_are,
 )
-def test_who_asks_too_much_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    MUTANTS[name][1](monkeypatch)
-    assert asking_too_much()
+test_many_who_ask_are_found = each_found_by(
+    "Deadlocks",
+    """
+    each rank asks: Every rank that waits says so, and not the first alone
+        watchdog.store.RollCalls.ask: voice.add(f"{roll}/asked", 1) != 1 => False
+    """,
+    test_a_rank_asks_a_few_times_however_many_there_are,
+)
 
 
 # -- all is well -------------------------------------------------------------------------------------------------------
