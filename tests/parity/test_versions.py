@@ -54,25 +54,19 @@ def test_equal_bits_of_other_sources_are_equal(bench: Bench, tmp_path: Path) -> 
     assert found.sentence.startswith("EQUAL: HEAD (1a) against main (2b) agrees")
 
 
-def test_other_bits_are_owed_on_demand_alone(bench: Bench, tmp_path: Path) -> None:
+def test_other_bits_are_owed_by_one_code_or_on_demand(bench: Bench, tmp_path: Path) -> None:
     """Sums made in another order, as a rewritten reduction may make them."""
     other = Arm(numerics="ordered", witnessed=True, strategy="optim")
     same = lambda run: edit_config(run, "sharding", strategy="optim_grads_params")  # noqa: E731
-    free = judged(bench, tmp_path / "free", other, same)
-    assert free.outcome is Outcome.EQUIVALENT
-    assert free.admissible.startswith("T2: two versions of the code")
-    owed = judged(bench, tmp_path / "owed", other, same, bitwise=True)
-    assert owed.outcome is Outcome.DIFFERENT
-    assert owed.admissible.startswith("T1: --bitwise")
-
-
-def test_sources_that_are_the_same_owe_what_one_code_owes(bench: Bench, tmp_path: Path) -> None:
-    other = Arm(numerics="ordered", witnessed=True, strategy="optim")
-    same = lambda run: edit_config(run, "sharding", strategy="optim_grads_params")  # noqa: E731
     one_code = lambda run: edit_json(run / "provenance.json", sources_digest="old".ljust(64, "0"))  # noqa: E731
-    found = judged(bench, tmp_path, other, same, one_code)
-    assert found.outcome is Outcome.DIFFERENT
-    assert "no source that can change a number differs" in found.admissible
+    for edits, bitwise, outcome, said in (
+        ([same], False, Outcome.EQUIVALENT, "T2: two versions of the code"),
+        ([same], True, Outcome.DIFFERENT, "T1: --bitwise"),
+        ([same, one_code], False, Outcome.DIFFERENT, "no source that can change a number differs"),
+    ):
+        found = judged(bench, tmp_path / said, other, *edits, bitwise=bitwise)
+        assert found.outcome is outcome
+        assert said in found.admissible
 
 
 @pytest.mark.parametrize(("new", "old", "whose"), [(DOUBLED, PLAIN, "HEAD (1a)"), (PLAIN, DOUBLED, "main (2b)")])
