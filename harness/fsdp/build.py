@@ -46,7 +46,7 @@ from harness.fsdp.storage.param_group import GroupKey, InitialValue, ParamGroup
 from harness.fsdp.storage.parameter_access import Whereabouts, slots_of
 from harness.fsdp.storage.placement import Placements
 from harness.fsdp.tensor_parallel import axis_of
-from harness.fsdp.update.flat_step import FlatStep
+from harness.fsdp.update.local_step import LocalStep
 from harness.fsdp.vocabulary import OuterStrategy, Strategy
 from harness.private_torch import tree_map
 
@@ -88,7 +88,7 @@ class Engine:
 
     def __init__(self, module: nn.Module, context: BuildContext) -> None:
         self.policy, self.options = context.policy, context.options
-        self.flat_steps, self.forward_methods = list[FlatStep](), list[str]()
+        self.local_steps, self.forward_methods = list[LocalStep](), list[str]()
         self.tensor_group = context.groups.tensor or axis_of(module.parameters())
         check_plan(module, context.groups, self.tensor_group)
         mark_weights(module)
@@ -246,17 +246,15 @@ class Engine:
         total = Counter(compute_weights=0, main_weights=0, main_grads=0, padding=0, optimizer=0)
         for bucket in self.buckets:
             total.update(bucket.persistent_bytes())
-        for each in self.flat_steps:
-            used, padding = each.state_bytes()
-            total["optimizer"] += used
-            total["padding"] += padding
+        for each in self.local_steps:
+            total["optimizer"] += each.state_bytes()
         scales = sum(bucket.codec.scale_bytes for bucket in self.buckets if bucket.codec is not None)
         return {**total, "buffers": sum(buffer.nbytes for buffer in self.module.buffers()) + scales}
 
     def stepped(self) -> list[torch.optim.Optimizer]:
-        for each in self.flat_steps:
+        for each in self.local_steps:
             each.take_state()
-        return [each.optimizer for each in self.flat_steps]
+        return [each.optimizer for each in self.local_steps]
 
     def transport(self) -> dict[str, str]:
         """How data moves between ranks, with the reason if a requested faster way is not available."""

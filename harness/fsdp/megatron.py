@@ -163,8 +163,8 @@ def fully_shard_optimizer(
     """Make an optimizer over the module's parameters, built before or after sharding, update this rank's shards.
     Returns the same object.
 
-    The parameter groups keep their settings and their parameters; flat pieces of these stand there while the rule runs
-    (see [Note: Flat step]). A model may have several optimizers, and an optimizer several models; pass each pair here.
+    The parameter groups keep their settings and their parameters; plain rows stand there while the rule runs
+    (see [Note: Local step]). A model may have several optimizers, and an optimizer several models; pass each pair here.
     An optimizer that was built after sharding, and never passed, steps DTensors one by one.
 
     `optimizer.step` takes `sync_grad_before_optimizer_step` and `install_optimized_model_weights`, and

@@ -1,4 +1,4 @@
-"""How a module is sharded and copied, has methods run as its forward, and gets an optimizer that steps flat pieces."""
+"""How a module is sharded and copied, has methods run as its forward, and gets an optimizer that steps local rows."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from harness.fsdp.runtime.step import Call
 from harness.fsdp.storage.at_rest import ShardedParameters, sharded_of
 from harness.fsdp.storage.param_group import InitialValue, ParamGroup
 from harness.fsdp.storage.parameter_access import HOME, grad_of
-from harness.fsdp.update.flat_step import FlatStep
+from harness.fsdp.update.local_step import LocalStep
 from harness.fsdp.update.own_step import whole_step_of
 from harness.fsdp.update.rules import begins_with_gradient, check_optimizer, create_state_of
 from harness.fsdp.vocabulary import Numerics, OuterStrategy, Strategy
@@ -197,30 +197,30 @@ def _as_forward(owner: weakref.ref[nn.Module], method: Callable[..., Any], run: 
     return call
 
 
-_FLAT_STEP = "_fsdp_flat_step"
+_LOCAL_STEP = "_fsdp_local_step"
 
 
 def bind(engine: Engine, optimizer: torch.optim.Optimizer, *, steps_unused: bool = False) -> None:
-    """Let an optimizer step flat pieces of sharded parameters; see [Note: Flat step]. It may step several models.
+    """Let an optimizer step this rank's rows of sharded parameters; see [Note: Local step]. It may step several models.
 
     Raises as `harness.fsdp.megatron.fully_shard_optimizer`.
     """
     numerics = engine.options.numerics
     check_optimizer(optimizer, engine.buckets, numerics)
     _take_sharded(optimizer)
-    flat: FlatStep | None = getattr(optimizer, _FLAT_STEP, None)
-    if flat is None:
-        flat = FlatStep(optimizer, whole_step_of(optimizer))
-        flat.agree = _agree_on_matrices
-        setattr(optimizer, _FLAT_STEP, flat)
+    local: LocalStep | None = getattr(optimizer, _LOCAL_STEP, None)
+    if local is None:
+        local = LocalStep(optimizer, whole_step_of(optimizer))
+        local.agree = _agree_on_matrices
+        setattr(optimizer, _LOCAL_STEP, local)
         optimizer.register_state_dict_pre_hook(_have_state)
-        optimizer.register_load_state_dict_post_hook(lambda loaded: getattr(loaded, _FLAT_STEP).take_loaded())
-    flat.steps_unused |= steps_unused
-    if any(each is flat for each in engine.flat_steps):
+        optimizer.register_load_state_dict_post_hook(lambda loaded: getattr(loaded, _LOCAL_STEP).take_loaded())
+    local.steps_unused |= steps_unused
+    if any(each is local for each in engine.local_steps):
         return
-    engine.flat_steps.append(flat)
+    engine.local_steps.append(local)
     fusable = all(segment.fusable for bucket in engine.buckets for segment in bucket.layout.segments)
-    flat.unfused |= numerics is Numerics.exact or (numerics.bitwise and not fusable)
+    local.unfused |= numerics is Numerics.exact or (numerics.bitwise and not fusable)
 
     def before(*, sync_grad_before_optimizer_step: bool = True, install_optimized_model_weights: bool = True) -> None:
         engine.weights.refuse_held()
@@ -231,7 +231,7 @@ def bind(engine: Engine, optimizer: torch.optim.Optimizer, *, steps_unused: bool
         engine.step.update(installs=install_optimized_model_weights)
         engine.weights.before_edit()
 
-    flat.before.append(before)
+    local.before.append(before)
     zero_grad = optimizer.zero_grad
 
     def forget(set_to_none: bool = True, *, zero_grad_buffer: bool = True) -> None:
@@ -246,7 +246,7 @@ def bind(engine: Engine, optimizer: torch.optim.Optimizer, *, steps_unused: bool
 
 def _agree_on_matrices(optimizer: torch.optim.Optimizer) -> None:
     """Refuse a matrix that has a gradient on some ranks alone: no owner could have the whole. *Collective.*"""
-    matrices, told = getattr(optimizer, _FLAT_STEP).matrices, dict[Communicator, list[tuple[str, str]]]()
+    matrices, told = getattr(optimizer, _LOCAL_STEP).matrices, dict[Communicator, list[tuple[str, str]]]()
     for _, param in matrices.params(optimizer):
         said = "without a gradient" if grad_of(param) is None else "given one"
         told.setdefault(matrices.comm_of(param), []).append((f"parameter {getattr(param, HOME)[0]}", said))

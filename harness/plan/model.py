@@ -124,12 +124,10 @@ def kept(model: Model) -> tuple[dict[str, int], int]:
         found["fp8_scales"] += bucket.codec.scale_bytes if bucket.codec else 0
         if bucket.gradients is None:
             continue
-        layout, rank, width = bucket.layout, bucket.cuts.layout_rank, bucket.dtypes.main.itemsize
-        runs = layout.runs(rank, dict.fromkeys((slot.spec.name for slot in layout.slots), 0))
-        moments, used = sum(run.end - run.start for run in runs), layout.param_numel_on(rank)
-        found["optimizer"] += states * used * width
-        found["padding"] += states * (moments - used) * width
+        numel = bucket.layout.param_numel_on(bucket.cuts.layout_rank)
+        moments = states * numel * bucket.dtypes.main.itemsize
+        found["optimizer"] += moments
         if bucket.main_storage is not None and bucket.gradients.is_offloaded:
-            on_host += states * moments * width + bucket.main_storage.nbytes + bucket.gradients.kept()[0][1].nbytes
+            on_host += moments + bucket.main_storage.nbytes + bucket.gradients.kept()[0][1].nbytes
     found["buffers"] = sum(buffer.nbytes for buffer in model.module.buffers())
     return dict(found), on_host if model.config.cluster.device is Device.cuda else 0

@@ -47,7 +47,7 @@ WORKLOAD = ("build", "initial_weight", "materialise_buffers", "loss", "decays")
 ELEMENTWISE = frozenset(
     {"SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "ASGD", "Rprop"}
 )
-"""torch optimizers whose update of an element depends on that element alone, so that flat pieces can be stepped."""
+"""torch optimizers whose update of an element depends on that element alone, so that its rows can be stepped."""
 
 
 class Unusable(Exception):

@@ -127,13 +127,11 @@ class Loop:
             self.buckets.append(Bucket(unit, of_unit, self))
             rows = (Rows(name, self.buckets[-1], place[id(self.params[name])], self) for name in of_unit)
             self.rows += [each for each in rows if each.weight.numel()]
-        spans = lambda: [SimpleNamespace(flats={"exp_avg": rows.state("exp_avg")}) for rows in self.rows]  # noqa: E731
         self.parts = SimpleNamespace(
             buckets=self.buckets,
             reduce=SimpleNamespace(factor=1.0, finish=self._scale, order=[SimpleNamespace(trainable=self.buckets)]),
             gather=SimpleNamespace(_wait_for_unshard=lambda unit: None),
             weights=SimpleNamespace(install=lambda: None),
-            flat_steps=[SimpleNamespace(_spans=SimpleNamespace(values=spans))],
         )
         self.model = SimpleNamespace(module=self.net, install_weights=self.install, engine=self.parts)
         if self.is_faulty:

@@ -233,8 +233,7 @@ def round_momentum(site: Site) -> None:
 def swapped_momentum(site: Site) -> None:
 
     def change() -> None:
-        spans = site.model.engine.flat_steps[0]._spans.values()
-        flat = max((span.flats["exp_avg"] for span in spans if span.flats), key=lambda each: each.numel())
+        flat = max((rows.state("exp_avg").view(-1) for rows in rows_of(site)), key=lambda each: each.numel())
         half = flat.numel() // 2
         first, second = share(flat[:half], site.amount), share(flat[half : 2 * half], site.amount)
         kept = first.clone()

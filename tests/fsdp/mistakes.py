@@ -139,8 +139,8 @@ SLIPS = slips(
         gradient norm: step 2|update:
         no_shard
     empty shards end an update: A rank that holds nothing of one parameter leaves the rest of its bucket out, too
-        fsdp.update.flat_step.FlatStep._add_pieces: rank, done =
-            => stepped = stepped if all(p.to_local().numel() for _, p, _ in stepped.values()) else {}\n    rank, done =
+        fsdp.update.local_step.LocalStep._local: None if grad is None else
+            => None if grad is None or not all(p.to_local().numel() for p in location_of(param)[0].params) else
         update:
         optim_grads_params world_size=4 model='odd'
     the last one is not stepped: The last parameter of each bucket gets no gradient
@@ -157,7 +157,7 @@ SLIPS = slips(
         update:
         optim_grads_params optimizer='adamw'
     one group's settings: The first group's settings are taken for all
-        fsdp.update.flat_step.FlatStep._add: self._plan[group].append(piece) => self._plan[0].append(piece)
+        fsdp.update.local_step.LocalStep._add: self._plan[group].append(piece) => self._plan[0].append(piece)
         update:
         optim_grads_params optimizer='adamw'
     the root is forgotten: Only units are gathered

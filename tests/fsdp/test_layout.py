@@ -70,36 +70,20 @@ def test_the_layout_does_not_load_torch() -> None:
 
 
 @settings(max_examples=150, deadline=None)
-@given(shapes, GRIDS, st.lists(st.sampled_from([None, 0, 1]), min_size=12, max_size=12))
-def test_runs_and_gaps_cover_each_element_once(
-    found: list[tuple[int, ...]], grid: tuple[int, int], groups: list[int | None]
-) -> None:
-    """Every element of the bucket is painted by its owner's stretches, and by the parameter or gap it belongs to."""
+@given(shapes, GRIDS)
+def test_parameters_and_gaps_cover_each_element_once(found: list[tuple[int, ...]], grid: tuple[int, int]) -> None:
+    """And what a fused kernel steps of a parameter begins, and ends before its end, where whole vectors do."""
     inner, outer = grid
     layout = plan_bucket(specs(found), inner * outer, 64, outer)
-    group_of = {f"p{i}": group for i, group in enumerate(groups[: len(found)]) if group is not None}
-    painted: dict[int, int] = {}
-    for rank in range(inner * outer):
-        for each in layout.runs(rank, group_of):
-            segment = layout.segments[each.segment]
-            assert 0 <= each.start < each.end <= segment.shard_numel
-            assert not segment.fusable or each.start % FUSED_CUT == 0
-            assert not segment.fusable or each.end % FUSED_CUT == 0 or inner * outer == 1
-            begin = segment.bucket_offset + segment.shard(rank)[0]
-            for element in range(begin + each.start, begin + each.end):
-                assert element not in painted, "two ranks, or two stretches of one, update an element"
-                painted[element] = each.group
     taken: set[int] = set()
-    for slot in layout.slots:
-        elements = range(*layout.bucket_range(slot))
-        assert taken.isdisjoint(elements)
-        taken.update(elements)
-        assert {painted.pop(element, None) for element in elements} <= {group_of.get(slot.spec.name)}
-    for begin, end in layout.gaps:
+    for begin, end in [*map(layout.bucket_range, layout.slots), *layout.gaps]:
         assert taken.isdisjoint(range(begin, end))
         taken.update(range(begin, end))
     assert taken == set(range(layout.bucket_numel))
-    assert painted.keys() <= {e for begin, end in layout.gaps for e in range(begin, end)}
+    for slot in (each for each in layout.slots if layout.segments[each.segment].fusable):
+        for each in (layout.local_slice(slot, rank) for rank in range(inner * outer)):
+            assert each.start % FUSED_CUT == 0
+            assert each.end % FUSED_CUT == 0 or each.end == slot.spec.numel
 
 
 LLAMAS = {"8b": (4096, 1024, 14336), "70b": (8192, 1024, 28672)}
@@ -260,7 +244,7 @@ def test_one_bucket_of_every_kind_of_parameter() -> None:
     """The properties above, on a grid of three by two."""
     given: list[Any] = [[(10, 3), (), (70,), (3, 64), (0, 3), (300,), (9, 3)], (3, 2)]
     test_every_element_lies_on_exactly_one_rank_and_no_row_is_cut.hypothesis.inner_test(*given, 64)
-    test_runs_and_gaps_cover_each_element_once.hypothesis.inner_test(*given, [0, 1] * 4)
+    test_parameters_and_gaps_cover_each_element_once.hypothesis.inner_test(*given)
     for pair in PAIRS:
         test_every_collective_moves_each_element_once.hypothesis.inner_test(*pair, *given)
         test_own_shards_and_gathers_bring_every_element_back.hypothesis.inner_test(*pair, *given)
@@ -281,11 +265,6 @@ test_a_mutant_is_found = each_found_by(
         fsdp.storage.layout._within: min(slot.end, high) => high
     first segment: Parameters of later segments lie in the first one
         fsdp.storage.layout.BucketLayout.bucket_range: return base + slot.offset => return slot.offset
-    across groups: A run goes on into the parameters of another group
-        fsdp.storage.layout.BucketLayout.runs: (last.group, last.segment, last.end) == (group, index, start)
-        => (last.segment, last.end) == (index, start)
-    without padding: A run ends with its last parameter, where no cut is
-        fsdp.storage.layout.BucketLayout.runs: after.offset if after is not None else segment.numel => slot.end
     outer rank first: Ranks of a layout are numbered along the wrong axis
         fsdp.storage.cuts.Cuts.layout_rank: self.inner_index * self.layout.outer + self.outer_index
         => self.outer_index * self.place.inner_size + self.inner_index

@@ -60,8 +60,8 @@ def choosing(rank: int, strategy: str) -> list[str]:
         model, updates = sharded(strategy, made, **more)
         given = made(Model()).param_groups[0]
         saved = updates.state_dict()["param_groups"][0]
-        (flat,) = model.engine.flat_steps
-        found = rules.kernel_settings(updates, updates.param_groups[0], unfused=flat.unfused)
+        (local,) = model.engine.local_steps
+        found = rules.kernel_settings(updates, updates.param_groups[0], unfused=local.unfused)
         told += [] if found == right else [f"{more}: {found}, not {right}"]
         told += [f"{right}: saved as {saved[k]}" for k in ("fused", "foreach") if saved.get(k) != given.get(k)]
         model.close()
@@ -166,7 +166,7 @@ MUTANTS = of_slips(
         fsdp.update.rules.FIRST: {}
         beginning
     nobody's count: Parameters without a row on a rank are counted from one after a load
-        fsdp.update.flat_step.FlatStep._add: or key in COUNTERS: => or (key in COUNTERS and piece.end):
+        fsdp.update.local_step.LocalStep._local: if key in known => if key in known and (rows.numel() or key != 'step')
         counting
     """
 )

@@ -148,7 +148,7 @@ SLIPS = slips(
     padding counted as weights: Padding is counted with the buffer that has it
         fsdp.storage.param_group.ParamGroup.persistent_bytes: + numel * tensor.itemsize => + tensor.nbytes
     runs of moments: Moments are counted with their padding
-        plan.model.kept: layout.param_numel_on(rank) => layout.shard_numel
+        plan.model.kept: bucket.layout.param_numel_on(bucket.cuts.layout_rank) => bucket.layout.shard_numel
     the last unit gathered twice: The unit that a forward ends with is gathered again for the backward
         plan.peak.Ours.stays: unit in self.for_backward => False
     own chunk is sent: A reduction sends a rank's own chunk to itself

@@ -42,7 +42,7 @@ SLOW = (
     "tests/cli/test_printed_commands.py",
     "tests/config/test_fixes.py",
     "tests/faults/test_bites.py",
-    "tests/fsdp/flat_step/test_programs.py",
+    "tests/fsdp/local_step/test_programs.py",
     "tests/fsdp/fp8/test_sharded.py",
     "tests/fsdp/tensor_parallel/test_edges.py",
     "tests/fsdp/tensor_parallel/test_training.py",

@@ -42,7 +42,7 @@ def the_engine_takes_the_optimizer(request: Request) -> Iterator[Violation]:
     if found is not None and config.engine.name is EngineName.native and not found.answer["elementwise"]:
         yield Violation(
             f"optimizer.target={found.name}",
-            "is not known to update each element on its own, and engine=native steps flat pieces of parameters",
+            "is not known to update each element on its own, and engine=native steps rows of parameters",
             fix="elementwise = True in the class if it does; needs_whole(param), if it needs some whole; or engine=ddp",
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -98,12 +98,16 @@ def refuse_split_experts(buckets: Sequence[ParamGroup]) -> None:
         )
 
 
-def fill(target: Tensor, given: Any) -> None:
-    """Copy a whole tensor, or a DTensor of any layout (*collective*), into this rank's part of a state."""
-    given = as_target(given, target)
+def laid_as(param: Tensor, given: Tensor) -> Tensor:
+    """A tensor's values in memory of its own, laid as a parameter is. *Collective* where one is a DTensor laid
+    otherwise."""
+    target: Any = torch.zeros_like(param, dtype=given.dtype, requires_grad=False)
+    value: Any = as_target(given, target)
     if isinstance(target, DTensor) and not isinstance(target, RaggedTensor):
-        target, given = target.to_local(), given.to_local()
-    target.copy_(given)
+        target.to_local().copy_(value.to_local())
+    else:
+        target.copy_(value)
+    return cast(Tensor, target)
 
 
 def as_target(value: Any, target: Any) -> Any:

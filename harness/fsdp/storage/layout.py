@@ -15,10 +15,9 @@ the bitwise modes step them unfused. That depends on the row length alone, never
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import zip_longest
 from typing import Any
 
 FUSED_CUT = 64
@@ -101,14 +100,6 @@ class LocalSlice:
 
 
 @dataclass(frozen=True)
-class Run:
-    group: int
-    segment: int
-    start: int
-    end: int
-
-
-@dataclass(frozen=True)
 class BucketLayout:
     """align: elements; every parameter and segment starts on a multiple. slots: in the order of the parameters."""
 
@@ -164,35 +155,6 @@ class BucketLayout:
 
     def param_numel_on(self, rank: int) -> int:
         return sum(self.local_slice(slot, rank).numel for slot in self.slots)
-
-    def runs(self, rank: int, group_of: Mapping[str, int]) -> list[Run]:
-        """As few ranges of a rank's shard as there can be; parameters without a group are left out.
-
-        A run has the padding after its last parameter too, so that it ends on a cut (see [Note: Bits and cuts]).
-        """
-        found: list[Run] = []
-        for index, segment in enumerate(self.segments):
-            low, high = segment.shard(rank)
-            slots = [slot for slot in self._in_order if slot.segment == index and slot.spec.numel]
-            for slot, after in zip_longest(slots, slots[1:]):
-                until = after.offset if after is not None else segment.numel
-                group = group_of.get(slot.spec.name)
-                start, end = max(slot.offset, low) - low, min(until, high) - low
-                if group is not None and start < end:
-                    last = found[-1] if found else None
-                    if last is not None and (last.group, last.segment, last.end) == (group, index, start):
-                        start = found.pop().start
-                    found.append(Run(group, index, start, end))
-        return found
-
-    def slots_in(self, rank: int, run: Run) -> list[Slot]:
-        low, _ = self.segments[run.segment].shard(rank)
-        begin, end = low + run.start, low + run.end
-        return [s for s in self._in_order if s.segment == run.segment and s.offset < end and s.end > begin]
-
-    @cached_property
-    def _in_order(self) -> list[Slot]:
-        return sorted(self.slots, key=lambda slot: slot.offset)
 
 
 def _within(slot: Slot, shard: tuple[int, int]) -> LocalSlice:

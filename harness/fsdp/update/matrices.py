@@ -23,7 +23,7 @@ from harness.fsdp.comm.communicator import Communicator, Pending
 from harness.fsdp.comm.events import Label
 from harness.fsdp.comm.mesh import Mesh, all_values, crossed
 from harness.fsdp.storage.at_rest import location_of
-from harness.fsdp.storage.dtensors import fill
+from harness.fsdp.storage.dtensors import laid_as
 from harness.fsdp.storage.param_group import ParamGroup
 from harness.fsdp.storage.parameter_access import HOME, by_engine, grad_of
 from harness.fsdp.tensor_parallel import values_here
@@ -206,8 +206,7 @@ class MatrixStep:
         """Put state, as it was loaded perhaps, where it belongs. *Collective.*"""
         value = held.get(MOMENTUM)
         if value is not None and getattr(value, "placements", None) != getattr(m.param, "placements", None):
-            held[MOMENTUM] = torch.zeros_like(m.param, dtype=value.dtype, requires_grad=False)
-            fill(held[MOMENTUM], value)
+            held[MOMENTUM] = laid_as(m.param, value)
 
     # -- for any rule --------------------------------------------------------------------------------------------------
 

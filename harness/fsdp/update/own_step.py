@@ -149,7 +149,7 @@ def _from_told(told: Any, made: Callable[[Tensor], Tensor]) -> Any:
 
 
 def whole_step_of(optimizer: Opt) -> MatrixStep | None:
-    """None for an optimizer whose rule steps flat pieces, or sharded parameters, by itself."""
+    """None for an optimizer whose rule steps rows, or sharded parameters, by itself."""
     if (needs := needs_whole_of(optimizer)) is not None:
         return OwnStep(needs)
     return MatrixStep() if isinstance(optimizer, torch.optim.Muon | MuonWithAdamW) else None

@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 
 from harness.fsdp import fully_shard_model
-from tests.fsdp.flat_step.programs import adamw, over
-from tests.fsdp.flat_step.world import WIDE, WORLD, Program, World, data
+from tests.fsdp.local_step.programs import adamw, over
+from tests.fsdp.local_step.world import WIDE, WORLD, Program, World, data
 from tests.support.mutants import slips
 
 OF_ROWS: dict[str, Program] = {}

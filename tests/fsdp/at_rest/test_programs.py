@@ -19,9 +19,9 @@ from harness.fsdp.ragged import RaggedTensor
 from harness.fsdp.storage.gradients import Gradients
 from harness.fsdp.storage.memory import BucketMemory
 from tests.fsdp.at_rest.rows import OF_ROWS, SLIPS
-from tests.fsdp.flat_step import more_programs
-from tests.fsdp.flat_step.programs import RULES, adamw, over
-from tests.fsdp.flat_step.world import WORLD, Block, Net, Program, World, data, full, run
+from tests.fsdp.local_step import more_programs
+from tests.fsdp.local_step.programs import RULES, adamw, over
+from tests.fsdp.local_step.world import WORLD, Block, Net, Program, World, data, full, run
 from tests.fsdp.pairs import STRATEGIES
 from tests.support.covering import once
 from tests.support.mutants import each, slips
@@ -72,7 +72,8 @@ def gradients_read_and_edited(world: World, model: Any, optimizer: Any) -> None:
         world.extras += [p.grad.norm() for p in model.parameters() if p.grad is not None]
         world.extras += [torch.tensor([p.grad is None for p in model.parameters()])]
         named["blocks.0.up.weight"].grad.mul_(0.5)
-        named["entry.weight"].grad = named["entry.weight"].grad * 2 + 0.01
+        named["blocks.1.up.weight"].grad = named["blocks.0.up.weight"].grad * 2
+        named["entry.weight"].grad = full(named["entry.weight"].grad) * 2 + 0.01
         named["entry.bias"].grad = None
         optimizer.step()
         optimizer.zero_grad()
@@ -253,11 +254,11 @@ OF_PROGRAMS = (
     kept and shown: What .grad held counts twice in a further backward
         fsdp.runtime.gradient_sync.GradientSync._begin_backward: each.drop_grads() => pass
         further backward
-    pieces apart: Flat pieces are copies of main weights
-        fsdp.update.flat_step.Piece.__post_init__: .detach().requires => .detach().clone().requires
+    rows apart: What is stepped are copies of main weights
+        fsdp.update.local_step.LocalStep._local: .detach().requires => .detach().clone().requires
         bound loop
-    replaced unseen: A replaced gradient is not that of a flat piece
-        fsdp.update.flat_step.FlatStep._take_gradients: given is not sharded.grads[place[1]] => False
+    replaced unseen: A whole gradient is given to each rank's rows
+        fsdp.update.local_step.LocalStep._take_gradients: given is not sharded.grads[place[1]] => False
         gradients read and edited
     each rank's penalty: A penalty in a loss counts once for each rank
         fsdp.ragged.tensor._IntoLoss.backward: grad / ctx.mesh.size() => grad
@@ -275,15 +276,9 @@ OF_PROGRAMS = (
     replaced lost: A gradient that was replaced is not stepped
         fsdp.storage.at_rest.ShardedParameters._take: own.copy_(given) => pass
         gradients read and edited
-    edits of flat pieces uncounted: A flat step does not count as an edit
-        fsdp.update.flat_step.FlatStep._put_state: torch.autograd.graph.increment_version(piece.flat) => pass
+    edits of rows uncounted: A step does not count as an edit
+        fsdp.update.local_step.LocalStep._put_state: torch.autograd.graph.increment_version => len
         bound loop
-    one counter: Counters of parameters stay behind those of pieces
-        fsdp.update.flat_step.Counter.tell_params: self.of_pieces, 0 => self.of_pieces * 0, 0
-        saved and loaded
-    state stays: State that was loaded is not stepped with
-        fsdp.update.flat_step.FlatStep._take_state: fill(view, value) => pass
-        saved and loaded
     copies of shards: A copy of sharded parameters follows every update
         fsdp.ragged.tensor.RaggedTensor.__deepcopy__: self.detach().clone() => self.detach()
         averaged

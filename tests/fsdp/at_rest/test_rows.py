@@ -9,7 +9,7 @@ import torch
 
 from harness.fsdp import fully_shard_model
 from harness.fsdp.runtime.weights import Weights
-from tests.fsdp.flat_step.world import WIDE, WORLD, Block, Net, data
+from tests.fsdp.local_step.world import WIDE, WORLD, Block, Net, data
 from tests.support.mutants import each, slips
 from tests.support.spawn import run_ranks
 

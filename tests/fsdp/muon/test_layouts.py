@@ -153,7 +153,7 @@ def traffic(rank: int, case: Case) -> tuple[int, list[tuple[int | None, int]]]:
         meter.take()
         train(model, optimizers, range(1, 2))
         sent = sum(row.bytes for row in meter.take() if " matrices" in row.bucket and "gradients of" not in row.bucket)
-    lanes = optimizers[0]._fsdp_flat_step.matrices._lanes
+    lanes = optimizers[0]._fsdp_local_step.matrices._lanes
     held = [(m.owner, m.here(rank, values_here(m.param)).numel()) for lane in lanes for m in lane.matrices]
     model.close()
     return sent, held

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from harness.fsdp.update import flat_step
-from tests.fsdp.flat_step import world
-from tests.fsdp.flat_step.more_programs import PROGRAMS
+from harness.fsdp.update import local_step
+from tests.fsdp.local_step import world
+from tests.fsdp.local_step.more_programs import PROGRAMS
 from tests.support.covering import once
 from tests.support.mutants import Slip, each, slips
 from tests.support.spawn import run_ranks
@@ -37,61 +37,46 @@ def test_programs_do_what_they_do_on_one_process(stage: int, name: str) -> None:
 WITH_WHOLE_WEIGHTS = frozenset({"fused kernels unseen", "given gradients stay"})
 MUTANTS = slips(
     r"""
-    no hooks above: Hooks see flat pieces
-        fsdp.update.flat_step.FlatStep._wrap: getattr(rule, "hooked", None) => False
+    no hooks above: Hooks see plain rows
+        fsdp.update.local_step.LocalStep._wrap: getattr(rule, "hooked", None) => False
         clipped_by_a_hook
-    no finally: A rule that raises leaves flat pieces in the groups
-        fsdp.update.flat_step.FlatStep._end: if self._saved is None:
+    no finally: A rule that raises leaves plain rows in the groups
+        fsdp.update.local_step.LocalStep._end: if self._saved is None:
             => if self._saved is None or __import__('sys').exc_info()[0]:
         goes_on_after_an_exception
-    closures inside: A closure sees flat pieces
-        fsdp.update.flat_step.FlatStep._wrap:             return rule(own, partial(around, closure))
+    closures inside: A closure sees plain rows
+        fsdp.update.local_step.LocalStep._wrap:             return rule(own, partial(around, closure))
             =>             self._begin()\n            return rule(own, closure)
         closure
     schedulers unasked: A scheduler does not learn of steps
-        fsdp.update.flat_step.FlatStep._wrap: note_step(own) => pass
+        fsdp.update.local_step.LocalStep._wrap: note_step(own) => pass
         scheduler_before
     scheduler undone: A scheduler that was made before takes `step` for overridden
-        fsdp.update.flat_step.FlatStep._wrap: vars(outer).update(vars(held)) => pass
+        fsdp.update.local_step.LocalStep._wrap: vars(outer).update(vars(held)) => pass
         scheduler_before
     kernels left: Kernels of the engine's choice stay in the groups
-        fsdp.update.flat_step.FlatStep._end: , *KERNELS) if => ,) if
+        fsdp.update.local_step.LocalStep._end: , *KERNELS) if => ,) if
         AdamW
-    one counter: Parameters have others' counters
-        fsdp.update.flat_step.Counter.tell_params: self.index, out => self.index.flip(0), out
+    one state: Parameters have others' moments
+        fsdp.update.local_step.LocalStep._shown: value.reshape => next(iter(self._rows.values())).reshape
         unused_in_turn
-    counters unread: A counter that is edited in place is not read again
-        fsdp.update.flat_step.FlatStep._exchange:  or any(each.is_edited for each in self._counters) =>
+    state unread: Entries that are put in place of others are not read
+        fsdp.update.local_step.LocalStep._local: self.optimizer.state[rows] = dict(given) => pass
         counter_edited
     none is stepped: Parameters without a gradient are stepped
-        fsdp.update.flat_step.FlatStep._build:  and grad_of(param) is not None =>
+        fsdp.update.local_step.LocalStep._local: None if grad is None else => rows.detach() * 0 if grad is None else
         unused_in_turn
-    one count a piece: Parameters that count otherwise are one piece
-        fsdp.update.flat_step.FlatStep._build: self._counts(param) => None
-        unused_in_turn
-    a plan for all gradients: A plan is kept where gradients come and go
-        fsdp.update.flat_step.FlatStep._sign: grad_of(param) is None => False
-        unused_in_turn
-    a plan for all states: A plan is kept where state is loaded
-        fsdp.update.flat_step.FlatStep._sign: held and [id(held.get(key)) for key in keys] => None
-        state_there_and_back
-    given gradients: Gradients that are replaced are not taken
-        fsdp.update.flat_step.FlatStep._take_gradients: sharded.take_grad(place[1], zeros=self.steps_unused) => pass
-        replaced
     loaded state: Loaded moments are not taken
-        fsdp.update.flat_step.FlatStep._take_state: fill(view, value) => pass
+        fsdp.update.local_step.LocalStep.take_state: held[key] = laid_as(param, value) => pass
         state_of_one_process
     frozen ones bring zeros: A parameter that was frozen between forward and backward got a gradient of zero
         fsdp.runtime.backward_hooks.BackwardHooks._gradient_arrived: if not param.requires_grad: => if False:
         frozen_after_the_forward
-    order of pieces: State is in the order of pieces, another on each rank
-        fsdp.update.flat_step.FlatStep._put_state: if each in state) => if False)
-        AdamW
-    any class: A class with its own step gets flat pieces
+    any class: A class with its own step gets plain rows
         fsdp.update.rules.moments_of: all( => any(
         subclass with its own step
     fused kernels unseen: What fused kernels write is not installed
-        fsdp.update.flat_step.FlatStep._put_state: torch.autograd.graph.increment_version(piece.flat) => pass
+        fsdp.update.local_step.LocalStep._put_state: torch.autograd.graph.increment_version => len
         AdamW fused
     given gradients stay: A backward adds to gradients that the program gave and dropped
         fsdp.runtime.gradient_sync.GradientSync._begin_backward: self._settled or  =>
@@ -108,11 +93,11 @@ MUTANTS = slips(
             => group["params"] = [each for each in sharded if each.requires_grad]
         state_of_groups_in_another_order
     loads share memory: What was loaded is the memory of the optimizer that gave it
-        fsdp.update.flat_step.FlatStep.take_loaded: self.take_state().values() => ()
+        fsdp.update.local_step.LocalStep.take_loaded: held[key].clone() => held[key]
         state_of_groups_in_another_order
     steps are traced: torch.compile traces what the engine does around a step
-        fsdp.update.flat_step.FlatStep._wrap: map(torch.compiler.disable, (FlatStep._begin, FlatStep._end))
-            => FlatStep._begin, FlatStep._end
+        fsdp.update.local_step.LocalStep._wrap: map(torch.compiler.disable, (LocalStep._begin, LocalStep._end))
+            => LocalStep._begin, LocalStep._end
         compiled
     unfinished gradients: What came inside no_sync is not forgotten
         fsdp.sharding.bind: engine.gradients.forget_unfinished() => pass
@@ -120,7 +105,7 @@ MUTANTS = slips(
     """
 ) | {
     "kernels are saved": (
-        Slip(flat_step, "KERNELS", "", lambda _: (), "What is saved names kernels that the engine has chosen"),
+        Slip(local_step, "KERNELS", "", lambda _: (), "What is saved names kernels that the engine has chosen"),
         "state_of_groups_in_another_order",
     ),
 }
@@ -147,7 +132,7 @@ def mistakes(batch: int) -> dict[str, list[str]]:
     return {name: [each for rank in told for each in rank[name]] for name in told[0]}
 
 
-@pytest.mark.parametrize("name", each("flat steps", MUTANTS))
+@pytest.mark.parametrize("name", each("local steps", MUTANTS))
 def test_a_mistake_is_found(name: str) -> None:
     (_, program), stage = MUTANTS[name], stage_of(name)
     assert not outcomes(stage, STAGES[stage].index(program) % BATCHES)[program]

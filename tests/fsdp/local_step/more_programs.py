@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim.lr_scheduler import LambdaLR
 
-from tests.fsdp.flat_step.programs import PROGRAMS, Make, adamw, grouped, program, stepped
-from tests.fsdp.flat_step.world import Program, World, full
+from tests.fsdp.local_step.programs import PROGRAMS, Make, adamw, grouped, program, stepped
+from tests.fsdp.local_step.world import Program, World, full
 
 # -- groups and optimizers ---------------------------------------------------------------------------------------------
 
@@ -86,7 +86,7 @@ def two_models_and_loose(world: World) -> None:
 @program
 def built_before_sharding(world: World) -> None:
     from harness.fsdp import fully_shard
-    from tests.fsdp.flat_step.world import WIDE, Block, Net
+    from tests.fsdp.local_step.world import WIDE, Block, Net
 
     model: Any = Net().double()
     optimizer: Any = optim.Adagrad(model.parameters(), lr=0.05, initial_accumulator_value=0.1)

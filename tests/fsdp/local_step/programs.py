@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, optim
 from torch.optim.lr_scheduler import LambdaLR
 
-from tests.fsdp.flat_step.world import Program, World, full
+from tests.fsdp.local_step.world import Program, World, full
 
 Make = Callable[[Any], Any]
 PROGRAMS: dict[str, Program] = {}
