@@ -7,9 +7,11 @@ whose rows the rule is given. Any other rule (LAMB, a class with its own `step`)
 
 from __future__ import annotations
 
+import operator
 import types
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
@@ -30,6 +32,23 @@ SYNC, INSTALL = "sync_grad_before_optimizer_step", "install_optimized_model_weig
 Opt = torch.optim.Optimizer
 
 
+@dataclass(eq=False)
+class Rows:
+    """Rows that stand for a sharded parameter. held: values of its state when the rule was given `state`, last."""
+
+    param: Tensor
+    rows: Tensor
+    held: list[Any] = field(default_factory=list)
+    state: dict[str, Any] = field(default_factory=dict)
+    given: dict[str, Any] = field(default_factory=dict)
+
+    def is_given(self, held: Mapping[str, Any]) -> bool:
+        return len(held) == len(self.held) and all(map(operator.is_, held.values(), self.held))
+
+    def is_changed(self, made: Mapping[str, Any]) -> bool:
+        return len(made) != len(self.given) or not all(map(operator.is_, made.values(), self.given.values()))
+
+
 class LocalStep:
     """before: called, with further arguments of `step`, before the rule may write main weights. *Collective.* unfused:
     see `kernel_settings`. steps_unused: None is stepped as zeros. matrices: step what is
@@ -42,11 +61,11 @@ class LocalStep:
         self.unfused = self.steps_unused = False
         self.agree: Callable[[Opt], None] = lambda _: None
         self.moments = moments_of(optimizer)
+        self._known = COUNTERS | (self.moments or frozenset())
         self._others: dict[str, Any] = {}
-        self._rows: dict[int, Tensor] = {}  # by identity of the sharded parameter
-        # while the rule runs: groups and state as they were; and parameters, what stands for them, and its state before
+        self._rows: dict[int, Rows] = {}  # by identity of the sharded parameter
+        self._stepped: list[Rows] = []  # while the rule runs; and groups and state as they were
         self._saved: tuple[list[dict[str, Any]], Any] | None = None
-        self._stepped: list[tuple[Tensor, Tensor, Mapping[str, Any]]] = []
         self._wrap()
 
     def _wrap(self) -> None:
@@ -110,35 +129,42 @@ class LocalStep:
         self._take_gradients()
         if self.matrices is not None and not self.steps_unused:
             self.agree(self.optimizer)
-        placed = self.take_state()
         if self.moments is None:
+            self.take_state()
             return
-        groups, held = self.optimizer.param_groups, self.optimizer.state
+        whole, groups, held = self._whole(), self.optimizer.param_groups, self.optimizer.state
         self._saved = [dict(group) for group in groups], held
         state = self.optimizer.state = defaultdict(dict)
         for group in groups:
             group.update(kernel_settings(self.optimizer, group, unfused=self.unfused))
-            state.update({param: held[param] for param in group["params"] if param in held and id(param) not in placed})
-            group["params"] = [self._local(param, held) if id(param) in placed else param for param in group["params"]]
+            params = group["params"]
+            group["params"] = [each if id(each) in whole else self._local(each, held) for each in params]
+            state.update(
+                {one: held[one] for one, put in zip(params, group["params"], strict=True) if one is put in held}
+            )
 
-    def _local(self, param: Tensor, state: Mapping[Tensor, Any]) -> Tensor:
-        """Stands for a sharded parameter: its rows here, with their gradient and state."""
-        if (rows := self._rows.get(id(param))) is None:
-            sharded, index = cast(tuple[ShardedParameters, int], location_of(param))
-            rows = values_here(sharded.view(index, sharded.bucket.main_shards)).detach().requires_grad_()
-            self._rows[id(param)] = rows
-        grad = grad_of(param)
-        put_grad(rows, None if grad is None else values_here(grad).to(rows.dtype))
-        known = (self.moments or frozenset()) | COUNTERS
-        given = {
-            key: local_tensor(value) if isinstance(value, DTensor) else value
-            for key, value in (state.get(param) or {}).items()
-            if key in known
-        }
-        if given:
-            self.optimizer.state[rows] = dict(given)
-        self._stepped.append((param, rows, given))
-        return rows
+    def _local(self, param: Tensor, held: Mapping[Tensor, dict[str, Any]]) -> Tensor:
+        """This rank's rows of a sharded parameter, with their gradient and state; any other parameter itself."""
+        if (own := self._rows.get(id(param))) is None:
+            if (place := location_of(param)) is None:
+                return param
+            rows = values_here(place[0].view(place[1], place[0].bucket.main_shards)).detach().requires_grad_()
+            own = self._rows[id(param)] = Rows(param, rows)
+        grad, entries = grad_of(param), held.get(param) or {}
+        put_grad(own.rows, None if grad is None else values_here(grad).to(own.rows.dtype))
+        if not own.is_given(entries):
+            self._settle(param, entries)
+            self._give(own, entries)
+        if own.state:
+            self.optimizer.state[own.rows] = own.state
+        self._stepped.append(own)
+        return own.rows
+
+    def _give(self, own: Rows, entries: Mapping[str, Any]) -> None:
+        own.held = list(entries.values())
+        known = [(key, value) for key, value in entries.items() if key in self._known]
+        own.state = {key: local_tensor(value) if isinstance(value, DTensor) else value for key, value in known}
+        own.given = dict(own.state)
 
     def _end(self) -> None:
         if self._saved is None:
@@ -152,13 +178,16 @@ class LocalStep:
     @by_engine
     def _put_state(self, found: dict[Tensor, Any]) -> None:
         stepped, self._stepped, state = self._stepped, [], self.optimizer.state
-        for param, rows, given in stepped:
-            put_grad(rows, None)
-            made = {key: value for key, value in found.pop(rows, {}).items() if value is not given.get(key, _NONE)}
-            if made:
-                state.setdefault(param, {}).update({key: self._shown(param, key, each) for key, each in made.items()})
+        for own in stepped:
+            put_grad(own.rows, None)
+            made = found.pop(own.rows, None)
+            if made is not None and own.is_changed(made):
+                entries = state.setdefault(own.param, {})
+                changed = {key: value for key, value in made.items() if value is not own.given.get(key, _NONE)}
+                entries.update({key: self._shown(own.param, key, value) for key, value in changed.items()})
+                self._give(own, entries)
         state.update(found)
-        torch.autograd.graph.increment_version([rows for _, rows, _ in stepped])  # fused kernels do not
+        torch.autograd.graph.increment_version([own.rows for own in stepped])  # fused kernels do not
 
     def _shown(self, param: Tensor, key: str, value: Any) -> Any:
         """An entry of a parameter's state, of one that the rule has made for its rows."""
@@ -178,27 +207,33 @@ class LocalStep:
                 if sharded is not None and (given is None or given is not sharded.grads[place[1]]):
                     sharded.take_grad(place[1], zeros=self.steps_unused)
 
-    def take_state(self) -> dict[int, Tensor]:
+    def take_state(self) -> list[Tensor]:
         """Let state that the program has put there lie as its parameter does. *Collective* where it does not. Returns
-        the sharded parameters that the rule steps, by identity."""
-        params = (param for group in self.optimizer.param_groups for param in group["params"])
-        placed = {id(param): param for param in params if location_of(param) is not None}
-        if self.matrices is not None:
-            self.matrices.settle(self.optimizer)
-            for _, param in self.matrices.params(self.optimizer):
-                del placed[id(param)]
-        for param in placed.values():
-            held, lies = self.optimizer.state.get(param) or {}, getattr(param, "placements", None)
-            for key, value in held.items():
-                if isinstance(value, Tensor) and self._is_moment(key, value, param):
-                    if value.shape != param.shape:
-                        raise ValueError(
-                            f"{key} of parameter {getattr(param, HOME)[0]} in the optimizer's state has shape"
-                            f" {[*value.shape]}, and the parameter {[*param.shape]}: load the state of this model"
-                        )
-                    if getattr(value, "placements", None) != lies:
-                        held[key] = laid_as(param, value)
+        the sharded parameters that the rule steps."""
+        whole, params = self._whole(), (each for group in self.optimizer.param_groups for each in group["params"])
+        placed = [each for each in params if id(each) not in whole and location_of(each) is not None]
+        for param in placed:
+            self._settle(param, self.optimizer.state.get(param) or {})
         return placed
+
+    def _whole(self) -> set[int]:
+        """Identities of parameters that `matrices` step, whose state lies with their owners. *Collective.*"""
+        if self.matrices is None:
+            return set()
+        self.matrices.settle(self.optimizer)
+        return {id(param) for _, param in self.matrices.params(self.optimizer)}
+
+    def _settle(self, param: Tensor, held: dict[str, Any]) -> None:
+        lies = getattr(param, "placements", None)
+        for key, value in held.items():
+            if isinstance(value, Tensor) and self._is_moment(key, value, param):
+                if value.shape != param.shape:
+                    raise ValueError(
+                        f"{key} of parameter {getattr(param, HOME)[0]} in the optimizer's state has shape"
+                        f" {[*value.shape]}, and the parameter {[*param.shape]}: load the state of this model"
+                    )
+                if getattr(value, "placements", None) != lies:
+                    held[key] = laid_as(param, value)
 
     def _is_moment(self, key: str, value: Tensor, param: Tensor) -> bool:
         return key in self.moments if self.moments is not None else value.dim() > 0 and value.shape == param.shape
@@ -206,9 +241,8 @@ class LocalStep:
     @by_engine
     def take_loaded(self) -> None:
         """Loaded state is this optimizer's own from now on: torch keeps the tensors that it was given."""
-        for param in self.take_state().values():
-            held, known = self.optimizer.state.get(param) or {}, (self.moments or frozenset()) | COUNTERS
-            held.update({key: held[key].clone() for key in known & held.keys() if isinstance(held[key], Tensor)})
+        for held in filter(None, map(self.optimizer.state.get, self.take_state())):
+            held.update({key: held[key].clone() for key in self._known & held.keys() if isinstance(held[key], Tensor)})
 
     def state_bytes(self) -> int:
         """Bytes of moments on this rank."""

@@ -58,16 +58,16 @@ MUTANTS = slips(
         fsdp.update.local_step.LocalStep._end: , *KERNELS) if => ,) if
         AdamW
     one state: Parameters have others' moments
-        fsdp.update.local_step.LocalStep._shown: value.reshape => next(iter(self._rows.values())).reshape
+        fsdp.update.local_step.LocalStep._shown: value.reshape => next(iter(self._rows.values())).rows.reshape
         unused_in_turn
     state unread: Entries that are put in place of others are not read
-        fsdp.update.local_step.LocalStep._local: self.optimizer.state[rows] = dict(given) => pass
-        counter_edited
+        fsdp.update.local_step.LocalStep._local: if not own.is_given(entries): => if not own.held:
+        state_there_and_back
     none is stepped: Parameters without a gradient are stepped
-        fsdp.update.local_step.LocalStep._local: None if grad is None else => rows.detach() * 0 if grad is None else
+        fsdp.update.local_step.LocalStep._local: None if grad is None else => own.rows.detach() * 0 if grad is None else
         unused_in_turn
     loaded state: Loaded moments are not taken
-        fsdp.update.local_step.LocalStep.take_state: held[key] = laid_as(param, value) => pass
+        fsdp.update.local_step.LocalStep._settle: held[key] = laid_as(param, value) => pass
         state_of_one_process
     frozen ones bring zeros: A parameter that was frozen between forward and backward got a gradient of zero
         fsdp.runtime.backward_hooks.BackwardHooks._gradient_arrived: if not param.requires_grad: => if False:
