@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from harness.private_torch import UnevenShard
 
 Span = tuple[int, int]
+all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name from torch 2.13 on
 
 
 class RaggedShard(UnevenShard):
@@ -63,6 +64,6 @@ class RaggedShard(UnevenShard):
             padded = local.new_zeros((most, *local.shape[1:]))
             padded[: len(local)] = local
         found = local.new_empty((len(self.spans), most, *local.shape[1:]))
-        dist.all_gather_into_tensor(found.flatten(0, 1), padded.contiguous(), group=mesh.get_group(axis))
+        all_gather(found.flatten(0, 1), padded.contiguous(), group=mesh.get_group(axis))
         parts = sorted(zip(self.spans, found, strict=True), key=lambda each: each[0])
         return torch.cat([rows[: end - begin] for (begin, end), rows in parts])

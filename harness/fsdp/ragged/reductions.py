@@ -8,11 +8,11 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
+from harness.fsdp.ragged.placement import all_gather
 from harness.fsdp.ragged.tensor import RaggedTensor, Replicated, replicated
 from harness.private_torch import local_tensor
 
@@ -57,7 +57,7 @@ def _over_ranks(
         values = torch.stack([found[place] for place in where]).to(mesh.device_type)
         for axis in (axis for axis, is_cut in enumerate(cuts) if is_cut):
             parts = values.new_empty((mesh.size(axis) * len(values),))
-            dist.all_gather_into_tensor(parts, values, group=mesh.get_group(axis))
+            all_gather(parts, values, group=mesh.get_group(axis))
             values = combine(parts.view(mesh.size(axis), -1), dim=0)
         for place, value in zip(where, values.unbind(), strict=True):
             found[place] = value
