@@ -17,7 +17,6 @@ from torch.utils.checkpoint import checkpoint
 
 from harness.fp8.quantize import Quantized, quantize
 from harness.fsdp import Fp8Linear, MixedPrecisionPolicy, ShardedModel, create_state, fully_shard
-from harness.fsdp.storage.dtensors import fill
 from harness.fsdp.vocabulary import Fp8
 from harness.probe.collectives import CollectiveMeter
 from tests.fsdp.pairs import STRATEGIES
@@ -245,7 +244,7 @@ def _move(source: ShardedModel, target: ShardedModel) -> list[str]:
     state = target.sharded_state()
     for name, value in state.items():
         if value.dim():
-            fill(value, given[name])
+            value.copy_(given[name])
     found = {name: whole_copy(value) for name, value in target.sharded_state().items() if value.dim()}
     return [name for name, value in found.items() if not torch.equal(value, given[name])]
 
