@@ -27,7 +27,7 @@ STEPS = 4
 class Net(pairs.Model):
     """Blocks that are called in an order of choice."""
 
-    order = (0, 1, 2)
+    order: tuple[int, ...] = (0, 1, 2)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.entry(x)
@@ -66,15 +66,19 @@ def one_more_inside(loop: Loop, step: int) -> None:
         loop.loss(step + 50).backward()
 
 
-def another_order(loop: Loop, step: int) -> None:
-    loop.net.order = [1, 0, 2]
+ORDERS = {"another order": (1, 0, 2), "more calls": (0, 1, 1, 1, 2)}
+"""Of units in the forwards of rank 1 after the first."""
+
+
+def in_order(habit: str) -> Callable[[Loop, int], None]:
+    return lambda loop, _: setattr(loop.net, "order", ORDERS[habit])
 
 
 HABITS: dict[str, tuple[Callable[[Loop, int], None] | None, int]] = {
     "one more backward": (one_more_backward, STEPS),
     "one more forward": (one_more_forward, STEPS),
     "one more look": (one_more_look, STEPS),
-    "another order": (another_order, STEPS),
+    **{habit: (in_order(habit), STEPS) for habit in ORDERS},
     "one more batch": (None, STEPS + 1),
 }
 """What rank 1 does after each of its backwards, and how many steps it makes."""
@@ -115,7 +119,7 @@ def alone(habit: str) -> dict[str, Tensor]:
     """Weights of one process in plain torch that has both ranks' data."""
     net = Net()
     optimizer = pairs.adamw(net)
-    orders = [[0, 1, 2], [0, 1, 2]]
+    orders = [Net.order] * 2
     for step in range(STEPS):
         optimizer.zero_grad()
         for rank in range(2):
@@ -123,8 +127,7 @@ def alone(habit: str) -> dict[str, Tensor]:
                 (net(pairs.data(step + 50, rank)).square().mean() / 2).backward()
             net.order = orders[rank]
             (net(pairs.data(step, rank)).square().mean() / 2).backward()
-        if habit == "another order":
-            orders[1] = [1, 0, 2]
+        orders[1] = ORDERS.get(habit, Net.order)
         optimizer.step()
     return dict(net.named_parameters())
 
@@ -142,7 +145,7 @@ RIGHT = {
     "one more backward": (),
     "one more forward": ("no_shard", "optim", "optim_grads"),
     "one more look": ("no_shard", "optim", "optim_grads"),
-    "another order": ("no_shard", "optim", "optim_grads"),
+    **dict.fromkeys(ORDERS, ("no_shard", "optim", "optim_grads")),
     "one more batch": (),
 }
 """Strategies under which the habit needs nothing of other ranks."""
