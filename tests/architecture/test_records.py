@@ -1,23 +1,15 @@
-"""Ledgers of the sources: what they count, and that their pages are made from their data."""
+"""Ledgers of the sources: what they count."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from benchmarks.checks import branches, step_trace, structure
-from benchmarks.pages import tables
 from tests.support.mutants import Slip, each
 from tests.support.spawn import run_ranks
-
-
-@pytest.mark.parametrize("ledger", [structure, step_trace], ids=lambda ledger: ledger.__name__.rpartition(".")[2])
-def test_a_page_is_made_from_its_data(ledger: ModuleType) -> None:
-    found = tables.read(ledger.DATA)
-    assert ledger.render(found) == ledger.PAGE.read_text(encoding="utf-8"), f"run {found['command']}"
 
 
 def test_one_block_of_a_step_is_traced_and_the_step_is_longer() -> None:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.checks import step_trace, structure
+from benchmarks.fsdp import dtype_table
 from benchmarks.pages import checkpoints, compatibility, metrics_page, mutants, settings_page, tables
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -14,8 +16,11 @@ PAGES: dict[str, Callable[[], str]] = {
     "checkpoints.md": lambda: checkpoints.page(tables.read(checkpoints.DATA)),
     "compatibility.md": lambda: compatibility.page(tables.read(compatibility.DATA)),
     "configuration.md": settings_page.guide,
+    "dtypes.md": dtype_table.main,
     "metrics.md": metrics_page.guide,
     "records/mutants.md": lambda: mutants.page(mutants.read()),
+    "records/step_trace.md": lambda: step_trace.render(tables.read(step_trace.DATA)),
+    "records/structure.md": lambda: structure.render(tables.read(structure.DATA)),
 }
 
 

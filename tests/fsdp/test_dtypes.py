@@ -13,13 +13,11 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks.fsdp import dtype_table
 from harness.config.schema import Dtype
 from harness.engines import optim
 from harness.engines.protocol import TORCH_DTYPES
@@ -278,8 +276,3 @@ def test_ordered_refuses_updates_of_16_bit_weights_that_see_where_shards_are_cut
     with pytest.raises(ValueError, match="needs AdamW"):
         run_ranks(run_cases, 1, [case])
     run_ranks(run_cases, 1, [replace(case, numerics="fast")])
-
-
-def test_the_committed_table_is_what_is_observed() -> None:
-    page = Path(__file__).parents[2] / "docs" / "dtypes.md"
-    assert page.read_text() == dtype_table.main(), "run: python benchmarks/fsdp/dtype_table.py"
