@@ -62,9 +62,6 @@ class Request:
             problem = "demands bits, and numerics=fast promises no order of sums: two runs of one code may differ"
             raise refuse("--bitwise", problem, choices=f"with numerics={' or numerics='.join(REPEATABLE)}")
 
-    def command(self, *before: str) -> str:
-        return commands.verb(shlex.join([*before, *self.words, *["--bitwise"] * self.bitwise]), self.root)
-
 
 def compare_code(request: Request, old: str, new: str, tell: Callable[[str], None]) -> Verdict:
     """Verdict on the run of `new` against that of `old`; runs are made once and reused.
@@ -80,21 +77,17 @@ def compare_code(request: Request, old: str, new: str, tell: Callable[[str], Non
     snapshots = [Snapshot(repository, version) for version in (control, arm)]
     for snapshot in snapshots:
         snapshot.check(request.words)
-    before, after = (_run(snapshot, request, tell) for snapshot in snapshots)
-    verdict = compare_versions(after, before, (arm.label, control.label), bitwise=request.bitwise)
-    return replace(verdict, commands=_commands(request, verdict, control, arm))
-
-
-def _run(snapshot: Snapshot, request: Request, tell: Callable[[str], None]) -> Path:
-    before = snapshot.done(request.words) is not None
-    state = "was run before" if before else f"training; progress is in {snapshot.log(request.words)}"
-    tell(f"{snapshot.version.label}: {state}")
-    return snapshot.run(request.words)
-
-
-def _commands(request: Request, verdict: Verdict, control: Version, arm: Version) -> tuple[str, ...]:
-    looks = tuple(command for command in verdict.commands if " --tensor " in command or " diff " in command)
-    return looks or (f"{request.command('compare', '--code', control.word, arm.word)} --json",)
+    runs = []
+    for snapshot in snapshots:
+        before = snapshot.done(request.words) is not None
+        state = "was run before" if before else f"training; progress is in {snapshot.log(request.words)}"
+        tell(f"{snapshot.version.label}: {state}")
+        runs.append(snapshot.run(request.words))
+    verdict = compare_versions(runs[1], runs[0], (arm.label, control.label), bitwise=request.bitwise)
+    words = ["compare", "--code", control.word, arm.word, *request.words, *["--bitwise"] * request.bitwise]
+    again = f"{commands.verb(shlex.join(words), request.root)} --json"
+    looks = tuple(each for each in verdict.commands if " --tensor " in each or " diff " in each)
+    return replace(verdict, commands=looks or (again,))
 
 
 class GitError(StoreError):
@@ -124,10 +117,12 @@ class Version:
         return WORKTREE if self.asked == WORKTREE else self.commit[:SHORT]
 
 
+@dataclass(frozen=True)
 class Repository:
-    def __init__(self, top: Path, cache: Path) -> None:
-        """top: the checkout. cache: `<root>/.code`, made at the first write."""
-        self.top, self.cache = top, cache
+    """top: the checkout. cache: `<root>/.code`, made at the first write."""
+
+    top: Path
+    cache: Path
 
     @classmethod
     def own(cls, root: Path | str) -> Repository:
@@ -172,15 +167,15 @@ class Repository:
 
         Raises `BadRequest` (git cannot write them) and `OSError` (the store cannot be written).
         """
-        target = self.folder(version) / "files"
+        target = self.cache / version.tree[:16] / "files"
         if target.is_dir():
             return target
         target.parent.mkdir(parents=True, exist_ok=True)
         draft = target.with_name(f".files.{secrets.token_hex(6)}.tmp")
         try:
+            draft.mkdir()
             with self._own_index() as index:
-                self._git("read-tree", version.tree, variables=index)
-                self._git("checkout-index", "--all", f"--prefix={draft}/", variables=index)
+                self._git("--work-tree", str(draft), "checkout", version.tree, "--", ".", variables=index)
             os.rename(draft, target)
         except OSError:
             if not target.is_dir():  # else another request was faster
@@ -188,9 +183,6 @@ class Repository:
         finally:
             shutil.rmtree(draft, ignore_errors=True)
         return target
-
-    def folder(self, version: Version) -> Path:
-        return self.cache / version.tree[:16]
 
     @contextlib.contextmanager
     def _own_index(self) -> Iterator[dict[str, str]]:
@@ -216,9 +208,15 @@ class Snapshot:
     def __init__(self, repository: Repository, version: Version) -> None:
         """Write the version's files, unless present. Raises `BadRequest`: Python would import another copy of them."""
         self.version = version
-        self._folder = repository.folder(version)
         self._files = repository.files(version)
-        self._check_import()
+        self._folder = self._files.parent
+        command = [sys.executable, "-P", "-c", "import harness; print(list(harness.__path__)[0])"]
+        done = subprocess.run(command, env=self._environment(), capture_output=True, text=True, check=False)
+        found = done.stdout.strip()
+        if not found or Path(found).resolve() != (self._files / "harness").resolve():
+            last = (done.stderr.strip().splitlines() or ["nothing"])[-1]
+            problem = f"is not what Python imports from its own files: it finds {found or last}"
+            raise refuse(version.label, problem, fix="leave -I, -E and import hooks out of the environment")
 
     def check(self, words: Sequence[str]) -> None:
         """Compose the request, and start nothing. Raises `BadRequest` with the version's message."""
@@ -239,9 +237,7 @@ class Snapshot:
         with lock:
             if (done := self.done(words)) is not None:
                 return done
-            code = self._call(words, store, log)
-            run = self._found(words)
-            if code == 2 or run is None:
+            if self._call(words, store, log) == 2 or (run := self._found(words)) is None:
                 raise self._refusal(log)
             self._sign(run)
             return run
@@ -267,30 +263,19 @@ class Snapshot:
             started = subprocess.Popen(
                 command, env=self._environment(), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
             )
-            announced = False
-            while started.poll() is None:
-                if asked and not announced:
-                    announced = True
-                    started.send_signal(asked[0])
+            while started.poll() is None and not asked:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     started.wait(TICK_S)
-        if announced:
-            raise KeyboardInterrupt
+            if asked:
+                started.send_signal(asked[0])
+                started.wait()
+                raise KeyboardInterrupt
         return started.returncode
 
     def _environment(self) -> dict[str, str]:
         kept = {name: value for name, value in os.environ.items() if name not in (*FOREIGN, *OF_ANOTHER)}
         # The store may lie inside a repository: its commit is not the version's.
         return kept | {"PYTHONPATH": python_path(kept, self._files), "GIT_CEILING_DIRECTORIES": str(self._folder)}
-
-    def _check_import(self) -> None:
-        command = [sys.executable, "-P", "-c", "import harness; print(list(harness.__path__)[0])"]
-        done = subprocess.run(command, env=self._environment(), capture_output=True, text=True, check=False)
-        found = done.stdout.strip()
-        if not found or Path(found).resolve() != (self._files / "harness").resolve():
-            last = (done.stderr.strip().splitlines() or ["nothing"])[-1]
-            problem = f"is not what Python imports from its own files: it finds {found or last}"
-            raise refuse(self.version.label, problem, fix="leave -I, -E and import hooks out of the environment")
 
     def _refusal(self, log: Path) -> BadRequest:
         return refuse(self.version.label, f"cannot do what is asked. {log} ends with:\n{log_tail(log)}")

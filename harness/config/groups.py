@@ -168,10 +168,6 @@ class NcclUbConfig(Group):
     symmetric: Annotated[Flag, UB] = not Options.disable_symmetric_registration
     """Register buckets as symmetric windows, for which NCCL 2.27 has special kernels. false: they are
     registered only for NVLink SHARP and zero copy."""
-    min_ctas: Annotated[int, Range(1, 64, "thread blocks")] | None = None
-    """Fewest thread blocks of a collective. null: NCCL chooses."""
-    max_ctas: Annotated[int, Range(1, 64, "thread blocks")] | None = None
-    """Most thread blocks of a collective. null: NCCL chooses."""
 
 
 @dataclass
@@ -188,8 +184,6 @@ class SharpConfig(Group):
     """Use NVLink SHARP (NVLS) for all communicators of the run, if group names an axis and the devices have it."""
     infiniband: Annotated[Flag, SHARP] = True
     """Use InfiniBand SHARP (CollNet) for the communicator that group names, if two or more machines share a switch."""
-    algo: str | None = None
-    """Value of NCCL_ALGO, such as CollnetDirect or ^NVLS. null: NCCL chooses."""
     streaming: Annotated[Flag, SHARP, Only("sharp.infiniband", True)] = True
     """Streaming aggregation of long messages (InfiniBand SHARP). A switch has room for two such flows."""
 

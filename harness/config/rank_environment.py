@@ -1,13 +1,11 @@
 """Environment of a rank, with NCCL, torch's NCCL backend and the SHARP library: pure functions of a configuration.
 
 Some variables are read at process start, and only the launcher can set them. The rest are read when torch is loaded, so
-that a rank under torchrun or srun can set them itself. CUDA devices of this machine are counted without torch.
+that a rank under torchrun or srun can set them itself.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
 from pathlib import Path
 
 from harness.config.derived import wants_infiniband_sharp
@@ -42,7 +40,7 @@ def library_environment(config: Config, attempt: Path | None = None) -> dict[str
 NCCL_LOG = "nccl.%h.%p.log"
 
 SHARED_DEVICE_CTAS = 2
-"""Most thread blocks of a collective with several ranks on a device; nccl_ub.max_ctas overrides it."""
+"""Most thread blocks of a collective with several ranks on a device."""
 
 
 def network_environment(config: Config, attempt: Path | None = None) -> dict[str, str]:
@@ -63,9 +61,7 @@ def network_environment(config: Config, attempt: Path | None = None) -> dict[str
         "NCCL_NVLS_ENABLE": 0 if shares else (2 if nvlink else 0) if is_decided else None,
         # NCCL reads this for each communicator anew: whoever creates the one that owns SHARP raises it meanwhile
         "NCCL_COLLNET_ENABLE": 0 if is_decided else None,
-        "NCCL_ALGO": sharp.algo,
-        "NCCL_MIN_CTAS": ub.min_ctas,
-        "NCCL_MAX_CTAS": SHARED_DEVICE_CTAS if shares and ub.max_ctas is None else ub.max_ctas,
+        "NCCL_MAX_CTAS": SHARED_DEVICE_CTAS if shares else None,
         "NCCL_MULTI_RANK_GPU_ENABLE": 1 if shares else None,
         # torch would register every tensor of every collective by itself, beside the engine's pool
         "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK": None if ub.mode is Registration.none else 0,
@@ -82,26 +78,3 @@ def network_environment(config: Config, attempt: Path | None = None) -> dict[str
         file = f"{str(attempt.absolute()).replace('%', '%%')}/{NCCL_LOG}"
         chosen |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": kinds, "NCCL_DEBUG_FILE": file}
     return {name: str(value) for name, value in chosen.items() if value is not None}
-
-
-DRIVER_FILES = Path("/dev")
-
-
-def visible_devices(environment: Mapping[str, str] = os.environ, folder: Path = DRIVER_FILES) -> list[str]:
-    """Entries of CUDA_VISIBLE_DEVICES, or numbers from 0 on.
-
-    CUDA counts the devices it can open from 0 (a container with /dev/nvidia3 alone has device 0), so files are counted.
-    It stops reading the variable at the first invalid entry.
-
-    Args: folder: of the driver's device files.
-    """
-    chosen = environment.get("CUDA_VISIBLE_DEVICES")
-    if chosen is not None:
-        named = []
-        for entry in (entry.strip() for entry in chosen.split(",")):
-            if not entry or entry.startswith("-") or entry == "NoDevFiles":
-                break
-            named.append(entry)
-        return named
-    files = [path for path in folder.glob("nvidia[0-9]*") if path.name[len("nvidia") :].isdigit()]
-    return [str(number) for number in range(len(files))]

@@ -64,8 +64,8 @@ REMOVED: Mapping[str, Mapping[str, Any]] = {
     "engine": {"accumulate_unsharded": False, "unit_min_elements": 0, "prefetch_limit_bytes": None},
     "ckpt": {"background": False},
     "measure": {"rounding_fp8": False},
-    "nccl_ub": {"cta_policy": "default", "fallback": "error"},
-    "sharp": {"nvls_ctas": None, "overlap_gather": False},
+    "nccl_ub": {"cta_policy": "default", "fallback": "error", "min_ctas": None, "max_ctas": None},
+    "sharp": {"algo": None, "nvls_ctas": None, "overlap_gather": False},
 }
 """Settings of stored runs that are none today, each with its default, which signatures still have, but for those of
 `ADDED`."""

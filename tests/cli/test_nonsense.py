@@ -157,7 +157,6 @@ sharding=optim,no_shard => run.py -m sharding=optim,no_shard
 data=text "data.path=it's" => cannot be read
 data=text data.path={tmp}/short.txt => train.global_batch_size=16
 launch.root=/proc/runs => /proc/runs: No such file
-cluster.device=cuda mesh.world_size=64 => CUDA devices for 64 ranks
 cluster=slurm => sbatch
 study=parity_pair => run.py -m study=parity_pair
 -m study=parity_par => did you mean study=parity_pair?
@@ -170,7 +169,6 @@ study.skip_if=${measure.capture_steps} => takes a list of texts
 measure.capture_steps=[[1]] => takes a list of whole numbers
 -m study.grid.x=${train.steps} => takes axes
 -m study.control=${optimizer} => takes pairs
-"cluster.python='it\\'s'" => is no command
 --resolve launch.dry_run=true => goes with --cfg
 --package=train launch.dry_run=true => goes with --cfg
 """

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from harness.config.errors import BadRequest
@@ -27,16 +25,3 @@ def test_the_variable_of_a_copy_is_one_of_its_words(monkeypatch: pytest.MonkeyPa
         compose(["wandb=online"])
     monkeypatch.setenv("WANDB_MODE", "offline")
     compose(["wandb=online"])
-
-
-def test_devices_are_counted_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Path, "glob", lambda *_: iter([Path("/dev/nvidia0"), Path("/dev/nvidiactl")]))
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    with pytest.raises(
-        BadRequest, match=r"(?s)may use 1 CUDA device for 2 ranks.*cluster.ranks_per_device=2 \(NCCL 2.30\)"
-    ):
-        compose(["cluster.device=cuda"])
-    compose(["cluster.device=cuda", "mesh=one"])
-    compose(["cluster.device=cuda", "cluster.ranks_per_device=2"])
-    with pytest.raises(BadRequest, match=r"for 4 ranks, cluster\.ranks_per_device=2"):
-        compose(["cluster.device=cuda", "cluster.ranks_per_device=2", "mesh.world_size=4"])

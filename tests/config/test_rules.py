@@ -65,7 +65,6 @@ dtype=fp8_block | dtype.fp8 | model=tiny_wide | dtype=fp8_block model=tiny_wide
 dtype=mxfp8 model=moe model.num_kv_heads=4 | dtype.fp8 | model=tiny_wide | dtype=fp8_current
 dtype=fp8_current model=odd | dtype.fp8 | model=tiny | dtype=fp8_current engine=ddp
 dtype=fp8_block model=tiny_wide mesh.tp=2 mesh.world_size=2 | dtype.fp8 | mesh.tp=1 | dtype=fp8_block model=tiny_wide
-data=synthetic mesh.tp=3 model.vocab_size=4 | model.vocab_size | model.vocab_size=6 |
 dtype=fp8_current sharp=dp | dtype.fp8 | sharp=none | dtype=fp8_current
 dtype=fp64 dtype.fp8=current | dtype.compute | dtype.compute=bf16 | dtype=fp32 dtype.fp8=current
 engine=fsdp1 dtype=bf16 sharding=no_shard | dtype.compute | dtype.allow_low_precision_grads=true |
@@ -99,12 +98,10 @@ optimizer=sgd numerics=ordered dtype=bf16_pure | optimizer.name |
 engine=ddp nccl_ub=auto | nccl_ub.mode | engine=native | nccl_ub=auto
 nccl_ub=manual engine.double_buffer=false | engine.double_buffer |
     nccl_ub=none | nccl_ub=manual engine.double_buffer=true
-nccl_ub.min_ctas=8 nccl_ub.max_ctas=4 | nccl_ub.min_ctas | nccl_ub.min_ctas=4 | nccl_ub.max_ctas=4
 engine=megatron_fsdp nccl_ub=manual | nccl_ub.mode | nccl_ub=auto | engine=megatron_fsdp nccl_ub=auto
 sharp=dp numerics=deterministic | sharp.group | numerics=fast | sharp=dp
 sharp=dp_outer | sharp.group | mesh=two_by_two | sharp=dp engine=fsdp2
 sharp=dp engine=fsdp2 mesh=two_by_two | sharp.group | engine=native | engine=fsdp2 mesh=two_by_two sharp=none
-sharp.algo=Rings | sharp.algo | sharp.algo=Ring | sharp.algo='ring,Tree'
 engine=ext | engine | docs/adapter.md | engine=native
 dtype.compute=fp64 | dtype.main_params | dtype.main_params=fp64 | dtype=fp64
 launch.inline=true | launch.inline | mesh=one | debug=inline
@@ -144,7 +141,6 @@ measure=trace measure.memory_snapshot=true | measure.memory_snapshot | cluster.d
 sharp.nvlink=false | sharp.nvlink | has no effect with sharp=default | sharp=dp sharp.nvlink=false
 cluster.nodes=2 | cluster.nodes | has no effect with cluster=local |
 optimizer.options={a:1} | optimizer.options | optimizer=ext |
-cluster=slurm cluster.flags=[array] | cluster.flags: array | leave it out | cluster=slurm cluster.flags=[exclusive]
 launch.preempt_at=20 | launch.preempt_at | 0 to 19 | launch.preempt_at=19
 launch.preempt_at=3 ckpt=none cluster=slurm | launch.preempt_at | forever | launch.preempt_at=3 ckpt=none
 ckpt.every=21 | ckpt.every | beyond the last step |

@@ -37,12 +37,10 @@ def typed(root: Path, *overrides: str) -> Any:
         ("nccl_ub.mode=auto", HOOK),
         ("nccl_ub.mode=auto sharp.group=none", OFF | HOOK),
         ("cluster.ranks_per_device=2", SHARED),
-        ("cluster.ranks_per_device=2 nccl_ub.max_ctas=4 sharp.group=none", OFF | SHARED | {"NCCL_MAX_CTAS": "4"}),
-        ("nccl_ub.min_ctas=1 nccl_ub.max_ctas=4", {"NCCL_MIN_CTAS": "1", "NCCL_MAX_CTAS": "4"}),
+        ("cluster.ranks_per_device=2 sharp.group=none", OFF | SHARED),
         ("sharp.group=dp", NVLINK | SAT),
         ("sharp.group=dp sharp.infiniband=false", NVLINK),
         ("sharp.group=dp sharp.nvlink=false sharp.streaming=false", OFF | SAT | {"SHARP_COLL_ENABLE_SAT": "0"}),
-        ("sharp.algo=^NVLS", {"NCCL_ALGO": "^NVLS"}),
         ("sharp.group=dp launch.nccl_log=none", NVLINK | {"SHARP_COLL_ENABLE_SAT": "1"}),
     ],
 )
@@ -51,7 +49,7 @@ def test_what_a_configuration_tells_nccl(overrides: str, expected: dict[str, str
 
 
 def test_gloo_is_told_nothing(tmp_path: Path) -> None:
-    config = typed(tmp_path, "sharp.group=dp", "nccl_ub.mode=auto", "nccl_ub.max_ctas=2")
+    config = typed(tmp_path, "sharp.group=dp", "nccl_ub.mode=auto")
     assert network_environment(config, tmp_path) == {}
     assert set(run_environment(config, tmp_path)) == {
         "OMP_NUM_THREADS", "MKL_NUM_THREADS", "PYTHONUNBUFFERED", "PYTHONFAULTHANDLER", *HEAP,

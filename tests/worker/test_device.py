@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from harness.config.rank_environment import visible_devices
 from harness.config.schema import Config, MeasureMode, Numerics
 from harness.store.rank_place import RankPlace
 from harness.train.record import weights_digest
@@ -27,28 +25,6 @@ def test_neighbours_share_and_one_visible_device_is_number_zero(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
     assert device_index(local_rank, shared) == index
-
-
-@pytest.mark.parametrize(
-    ("chosen", "files", "found"),
-    [
-        (None, ["nvidia3", "nvidiactl", "nvidia-uvm", "nvidia-modeset"], ["0"]),
-        (None, ["nvidia0", "nvidia1", "nvidia10"], ["0", "1", "2"]),
-        (None, [], []),
-        ("2, 5", ["nvidia0"], ["2", "5"]),
-        ("GPU-4f2e,MIG-77", [], ["GPU-4f2e", "MIG-77"]),
-        ("", ["nvidia0"], []),
-        ("0,-1,1", ["nvidia0"], ["0"]),
-        ("NoDevFiles", ["nvidia0"], []),
-    ],
-)
-def test_devices_are_counted_from_zero_as_cuda_does(
-    chosen: str | None, files: list[str], found: list[str], tmp_path: Path
-) -> None:
-    for name in files:
-        (tmp_path / name).touch()
-    environment = {} if chosen is None else {"CUDA_VISIBLE_DEVICES": chosen}
-    assert visible_devices(environment, tmp_path) == found
 
 
 @pytest.mark.parametrize(("mode", "fills"), [(MeasureMode.record, True), (MeasureMode.bench, False)])

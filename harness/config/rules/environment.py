@@ -1,4 +1,4 @@
-"""Rules on this machine before ranks start: devices, scheduler, optional packages."""
+"""Rules on this machine before ranks start: scheduler, optional packages."""
 
 from __future__ import annotations
 
@@ -8,27 +8,10 @@ import shutil
 from collections.abc import Iterator
 
 from harness.config.errors import Violation
-from harness.config.rank_environment import visible_devices
 from harness.config.rules.request import Request, refusal, rule
-from harness.config.schema import Backend, Device, WandbMode
+from harness.config.schema import Backend, WandbMode
 from harness.config.wandb_mode import wandb_mode
 from harness.store.provenance import versions
-from harness.store.screen import counted
-
-
-@rule("mesh.world_size", "cluster.ranks_per_device")
-def devices_exist(request: Request) -> Iterator[Violation]:
-    c, ranks = request.config.cluster, request.config.mesh.world_size
-    if c.backend is not Backend.local or c.device is not Device.cuda:
-        return
-    found = len(visible_devices())
-    if found * c.ranks_per_device < ranks:
-        share = f"cluster.ranks_per_device={-(-ranks // found)}" if found else ""
-        fix = f"mesh.world_size={found}, or {share} (NCCL 2.30)" if found else "cluster.device=cpu, or cluster=slurm"
-        each = f", cluster.ranks_per_device={c.ranks_per_device}" if c.ranks_per_device > 1 else ""
-        problem = f"this process may use {counted(found, 'CUDA device')} for {counted(ranks, 'rank')}{each}"
-        yield Violation("cluster.device=cuda", problem, "cpu, cuda", fix)
-
 
 scheduler_exists = refusal(
     "",

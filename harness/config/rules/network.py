@@ -9,8 +9,6 @@ from harness.config.own import capabilities_of
 from harness.config.rules.request import Request, refusal, rule
 from harness.config.schema import Numerics, Registration, SharpAxis
 
-ALGORITHMS = ("Ring", "Tree", "CollnetDirect", "CollnetChain", "NVLS", "NVLSTree", "PAT")
-
 
 @rule()
 def registered_buffers_are_fixed(request: Request) -> Iterator[Violation]:
@@ -46,13 +44,4 @@ sharp_has_one_owner = refusal(
     " ask takes InfiniBand SHARP",
     "sharp=none, mesh.dp_outer=1",
     "engine=native, or sharp=none",
-)
-
-algorithms_are_nccls = refusal(
-    "",
-    lambda c: not {*(c.sharp.algo or "Ring").removeprefix("^").lower().split(",")} <= {*map(str.lower, ALGORITHMS)},
-    "sharp.algo",
-    "names an algorithm NCCL does not have",
-    ", ".join(ALGORITHMS) + "; several joined by commas; all but them behind ^",
-    "sharp.algo=Ring",
 )

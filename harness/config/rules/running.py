@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,13 +23,6 @@ inline_is_one_rank = refusal(
     "launch.inline",
     "runs one rank in this process, and mesh.world_size={mesh.world_size}",
     fix="mesh=one, or debug=inline, which says both",
-)
-inline_is_here = refusal(
-    "",
-    lambda c: c.launch.inline and c.cluster.backend is Backend.slurm,
-    "launch.inline",
-    "runs in this process, which cluster=slurm does not",
-    fix="cluster=local",
 )
 
 
@@ -55,28 +47,6 @@ shared_devices_have_no_switch = refusal(
     "leave sharp out",
 )
 """NVLink SHARP sums over devices."""
-
-OF_SBATCH = """partition account qos nodes ntasks ntasks-per-node cpus-per-task gpus-per-node mem time signal array
-    job-name output error open-mode requeue no-requeue wrap parsable"""
-"""Options of sbatch given by settings, or needed to find a run's job again."""
-
-
-@rule()
-def a_job_is_told_once(request: Request) -> Iterator[Violation]:
-    c = request.config.cluster
-    named = [("cluster.flags", flag) for flag in c.flags] + [("cluster.additional", name) for name in c.additional]
-    for path, name in named:
-        if name.replace("_", "-") in OF_SBATCH.split():
-            problem = "is given by another setting, or is how a run finds its job again"
-            yield Violation(f"{path}: {name}", problem, fix="leave it out; a setting of cluster or mesh has its value")
-
-
-@rule("cluster.python")
-def python_is_a_command(request: Request) -> Iterator[Violation]:
-    try:
-        shlex.split(request.config.cluster.python or "")
-    except ValueError as error:
-        yield request.wrong("cluster.python", f"is no command: {error}", fix="cluster.python=python3, or its path")
 
 
 @rule("launch.root")

@@ -59,7 +59,6 @@ LIMITS = (
     _at_most("train.warmup_steps", "train.steps", "is longer than the run,"),
     _at_most("ckpt.every", "train.steps", "is beyond the last step,"),
     _at_most("fault.begins_at", "train.steps", "begins after the run has ended,"),
-    _at_most("nccl_ub.min_ctas", "nccl_ub.max_ctas", "is more than"),  # NCCL would change one, and only log it
 )
 
 
@@ -132,20 +131,6 @@ tensor_parallelism_has_no_switch = refusal(
     "none",
     "sharp=none",
 )
-
-
-@rule("mesh.tp", "model.vocab_size")
-def every_rank_has_tokens(request: Request) -> Iterator[Violation]:
-    """Embedding and output projection are cut into equal parts and a rest, as in torch.
-
-    torch's lookup fails on a rank with an empty part.
-    """
-    tp, vocab = request.config.mesh.tp, request.config.model.vocab_size
-    if tp == 1 or request.config.model.family not in PLANNED or -(-vocab // tp) * (tp - 1) < vocab:
-        return
-    problem = f"leaves the last of mesh.tp={tp} ranks no token, in parts of {-(-vocab // tp)}"
-    fix = f"model.vocab_size={-(-vocab // tp) * tp}, or mesh.tp=1"
-    yield request.wrong("model.vocab_size", problem, f"more than {tp - 1} parts", fix)
 
 
 @rule("mesh.tp", "model.num_heads", "model.num_kv_heads", "model.ffn_dim", "data.seq_len")
