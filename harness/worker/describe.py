@@ -28,13 +28,13 @@ from harness.config.capabilities import Capabilities
 from harness.config.schema import Config, OptimizerName
 from harness.config.typed import load_config
 from harness.engines.optim import Group, make_optimizer
-from harness.engines.protocol import Engine, Microbatch
+from harness.engines.protocol import Engine
 from harness.fsdp import create_state
 from harness.store.provenance import PACKAGE
 from harness.train.callbacks import Callback
 
 MOST_TRIED = 20_000_000
-"""Weights above which a model's loss is not tried before ranks start."""
+"""Weights above which a model is not built on the CPU before ranks start."""
 
 SAMPLE = 16
 
@@ -63,12 +63,9 @@ def main() -> int:
     asked = json.load(sys.stdin)
     for kind, setting, name in asked["targets"]:
         # A fork each: what one class imports is no source of another's, and one that ends the process ends its own.
-        child = os.fork()
-        if child == 0:
+        if (child := os.fork()) == 0:
             _tell(kind, setting, name, asked["config"])
-        _, status = os.waitpid(child, 0)
-        if status:
-            code = os.waitstatus_to_exitcode(status)
+        if code := os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
             fix = f"python -c 'import {name.partition(':')[0]}'"
             print(json.dumps(Unusable(f"trying it ended the process (exit code {code})", fix=fix).reply), flush=True)
     return 0
@@ -154,10 +151,11 @@ def trying(what: str) -> Iterator[None]:
         raise Unusable(f"{what} failed: {where(error)}") from error
 
 
-def _check_base(kind: type, base: type) -> None:
+def _check_base(kind: type, base: type) -> dict[str, Any]:
     if not issubclass(kind, base):
         name = f"{base.__module__}.{base.__name__}"
         raise Unusable(f"is no {name}", fix=f"class {kind.__name__}({name})")
+    return {}
 
 
 def try_engine(kind: type, config: Config) -> dict[str, Any]:
@@ -175,7 +173,7 @@ def try_engine(kind: type, config: Config) -> dict[str, Any]:
 
 
 def try_model(kind: type, config: Config) -> dict[str, Any]:
-    """Build it on the meta device, count its weights, and, unless it is large, take the loss of one sequence."""
+    """Build it on the meta device, count its weights, and, unless it is large, compare its buffers on a device."""
     abstract: frozenset[str] = getattr(kind, "__abstractmethods__", frozenset())
     asked = (*WORKLOAD, "orthogonalizes") if config.optimizer.name is OptimizerName.muon else WORKLOAD
     missing = [name for name in asked if name in abstract or not hasattr(kind, name)]
@@ -188,11 +186,9 @@ def try_model(kind: type, config: Config) -> dict[str, Any]:
     with trying("build('meta', torch.float32)"):
         model = workload.build("meta", torch.float32)
         parameters = dict(model.named_parameters())
-    with trying("looking for its unit_classes"):
         _check_built(model, parameters, units)
     count = sum(param.numel() for param in parameters.values())
     if count <= MOST_TRIED:
-        _check_loss(workload, config)
         _check_buffers(workload, model)
     return {"parameters": count}
 
@@ -208,21 +204,6 @@ def _check_built(model: nn.Module, parameters: Mapping[str, Tensor], units: tupl
     if absent:
         found = ", ".join(sorted({type(each).__name__ for each in model.modules()}))
         raise Unusable(f"unit_classes names {', '.join(absent)}, which the model does not contain", choices=found)
-
-
-def _check_loss(workload: Any, config: Config) -> None:
-    tokens = torch.zeros(1, config.data.seq_len, dtype=torch.int64)
-    with trying("the loss of one sequence"):
-        model = workload.build("cpu", torch.float32)
-        with torch.no_grad():
-            for name, param in model.named_parameters():
-                param.copy_(workload.initial_weight(name, param.shape))
-        loss = workload.loss(model, Microbatch(tokens, tokens))
-    if not isinstance(loss, Tensor) or loss.shape != () or loss.dtype not in (torch.float32, torch.float64):
-        found = f"{loss.dtype} {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-        raise Unusable(f"loss gives {found}", choices="a scalar, fp32 or wider: the mean over the microbatch's tokens")
-    if not loss.requires_grad:
-        raise Unusable("loss gives a number without a graph", fix="leave .detach(), .item() and no_grad() out of it")
 
 
 def _check_buffers(workload: Any, model: nn.Module) -> None:
@@ -296,18 +277,12 @@ def _steps_elementwise(kind: Any) -> bool:
     return known or bool(getattr(kind, "elementwise", False))
 
 
-def try_callback(kind: type, config: Config) -> dict[str, Any]:
-    """The class is made where it runs."""
-    _check_base(kind, Callback)
-    return {}
-
-
 TRIALS: Mapping[str, Callable[..., dict[str, Any]]] = {
     "engine": try_engine,
     "model": try_model,
     "data": try_data,
     "optimizer": try_optimizer,
-    "callback": try_callback,
+    "callback": lambda kind, config: _check_base(kind, Callback),  # it is made where it runs
     "fault": lambda function, config: {},
 }
 

@@ -100,7 +100,6 @@ WRONG = {
         "(type('Other', (nn.Module,), {}),)",
     ),
     "lacks materialise_buffers": ("model", "    def materialise_buffers", "    def materialize_buffers"),
-    "the loss of one sequence failed: AttributeError": ("model", "self.norm(x", "self.morm(x"),
     "is int64 (16,)": ("data", "+ self.seq_len + 1]", "+ self.seq_len]"),
     "AttributeError: 'NoneType' object has no attribute 'named_parameters'": ("model", "return Model(", "Model("),
     "materialise_buffers leaves shift without a value": ("model", BUILT, BUFFERED + "pass"),
