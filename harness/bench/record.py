@@ -107,8 +107,3 @@ def _number(value: Any) -> Any:
 def median(values: Sequence[float | None]) -> float | None:
     seen = [value for value in values if value is not None]
     return statistics.median(seen) if len(seen) == len(values) else None
-
-
-def workload_of(config: Mapping[str, Any]) -> str:
-    """Hash of the configuration without the engine, its sharding, and the number of its repetition."""
-    return hashlib.sha256(repeated(config, ("engine", "sharding")).encode()).hexdigest()

@@ -34,17 +34,13 @@ COLUMNS: Mapping[str, Callable[[Facts], str]] = {
 
 def text(report: Report) -> str:
     room = screen.width()
-
-    def prose(*lines: str) -> list[str]:
-        return [part for line in lines for part in screen.fold(line, room, "  ")]
-
-    lines = prose(f"study {report.study}: {len(report.processes)} timed runs", *filter(None, [report.question]))
-    for regime in report.regimes:
-        rows = [[shown(row) for shown in COLUMNS.values()] for row in regime["rows"]]
-        lines += ["", *prose(regime["title"]), "", *screen.table([*COLUMNS], rows, room)]
+    told = [f"study {report.study}: {len(report.processes)} timed runs", *filter(None, [report.question])]
     caveats = [f"left out: {name}: {reason}" for name, reason in report.missing.items()]
     caveats += [f"NOT COMPARABLE: the runs differ in {reason}" for reason in report.mixed]
-    return "\n".join([*lines, *prose("", *_about_intervals(report), *caveats, *report.notes)])
+    below = ["", *_about_intervals(report), *caveats, *report.notes]
+    above, under = ([part for line in lines for part in screen.fold(line, room, "  ")] for lines in (told, below))
+    rows = [[shown(row) for shown in COLUMNS.values()] for row in report.rows]
+    return "\n".join([*above, "", *screen.table([*COLUMNS], rows, room), *under])
 
 
 def interval_text(found: Interval | None) -> str:
@@ -55,10 +51,10 @@ def interval_text(found: Interval | None) -> str:
 
 
 def _about_intervals(report: Report) -> list[str]:
-    intervals = [row["ratio"] for regime in report.regimes for row in regime["rows"] if row["ratio"] is not None]
+    intervals = [row["ratio"] for row in report.rows if row["ratio"] is not None]
     if not intervals:
         return []
-    blocks = min(found.blocks for found in intervals)
-    best = min(found.most_coverage for found in intervals)
-    bound = f"; {blocks} blocks cover at most {100 * best:.1f} %" if best < CONFIDENCE else ""
+    least = min(intervals, key=lambda found: found.blocks)
+    bound = f"; {least.blocks} blocks cover at most {100 * least.most_coverage:.1f} %"
+    bound *= least.most_coverage < CONFIDENCE
     return [f"Intervals: {100 * CONFIDENCE:.0f} % percentile bootstrap over whole blocks, arms paired{bound}."]

@@ -9,15 +9,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.bench.record import PARTS, Facts, Process, load, median, workload_of
+from harness.bench.record import PARTS, Facts, Process, load, median
 from harness.bench.stats import Interval, median_ratio, spread
 from harness.config.errors import refuse
 from harness.config.words import ask_again
 from harness.store.errors import StoreError
-from harness.store.labels import differing, labels
+from harness.store.labels import labels
 from harness.store.metrics import plain
 from harness.store.provenance import sources_digest
-from harness.store.rundir import RunDir, flatten
+from harness.store.rundir import RunDir
 from harness.store.study import read_study
 
 SAME = ("cpu_model", "device", "cpu_capability", "threads_per_rank", "hosts", "backend")
@@ -28,8 +28,8 @@ class Report:
     study: str
     question: str
     order_seed: int | None
-    regimes: Sequence[Facts]
-    """`title`, `settings` and `rows` (`_row`) of each workload."""
+    rows: Sequence[Facts]
+    """One an arm (`_row`)."""
     processes: Sequence[Facts]
     """Facts of each `harness.bench.record.Process`."""
     missing: Mapping[str, str]
@@ -64,18 +64,16 @@ def report(root: Path | str, study: str) -> Report:
             fix=f"measure: bench under base: in the study's file, then {ask_again(root, study)}",
         )
     missing = {c["directory"]: found for c in record["cells"] if isinstance(found := loaded[c["signature"]], str)}
-    processes = [found for found in loaded.values() if isinstance(found, Process)]
-    digests = Counter(process.origin.get("sources_digest") for process in processes)
-    common = digests.most_common(1)[0][0]
-    for process in processes:
-        if process.origin.get("sources_digest") != common:
-            missing[process.facts["run"].partition("/")[2]] = "stale: made by other sources than most runs"
-    processes = [process for process in processes if process.origin.get("sources_digest") == common]
+    every = [found for found in loaded.values() if isinstance(found, Process)]
+    common = Counter(process.origin.get("sources_digest") for process in every).most_common(1)[0][0]
+    processes = [process for process in every if process.origin.get("sources_digest") == common]
+    others = [process.facts["run"].partition("/")[2] for process in every if process not in processes]
+    missing |= dict.fromkeys(others, "stale: made by other sources than most runs")
     return Report(
         study=study,
         question=record["question"],
         order_seed=record.get("order_seed"),
-        regimes=list(_regimes(processes, _references(record["cells"], loaded))),
+        rows=_rows(processes, _references(record["cells"], loaded)),
         processes=[process.facts for process in processes],
         missing=missing,
         notes=list(_notes(processes)),
@@ -103,18 +101,18 @@ def _references(cells: Iterable[Mapping[str, Any]], loaded: Mapping[str, Process
     return found
 
 
-def _regimes(processes: Sequence[Process], references: Mapping[str, str]) -> Iterator[Facts]:
-    groups = _groups(processes, references)
-    settings = [_settings(group, references) for group in groups]
-    keys = differing(settings)
-    for group, own in sorted(zip(groups, settings, strict=True), key=lambda pair: title(pair[1], keys)):
-        arms: dict[str, list[Process]] = defaultdict(list)
-        for process in sorted(group, key=lambda process: int(process.facts["block"])):
-            arms[process.facts["arm"]].append(process)
-        details = _details(arms)
-        rows = [_row(arms, arm, references.get(arm), details[arm]) for arm in arms]
-        order = lambda row: (row["strategy"], not row["is_reference"], row["engine"], row["detail"])  # noqa: E731
-        yield {"title": title(own, keys), "settings": own, "rows": sorted(rows, key=order)}
+def _rows(processes: Sequence[Process], references: Mapping[str, str]) -> list[Facts]:
+    arms: dict[str, list[Process]] = defaultdict(list)
+    for process in sorted(processes, key=lambda process: int(process.facts["block"])):
+        arms[process.facts["arm"]].append(process)
+    details = _details(arms)
+    rows = {arm: _row(arms, arm, references.get(arm), details[arm]) for arm in arms}
+
+    def order(arm: str) -> tuple[Any, ...]:
+        row, reference = rows[arm], rows.get(references.get(arm, arm), rows[arm])
+        return reference["detail"], row["strategy"], not row["is_reference"], row["engine"], row["detail"]
+
+    return [rows[arm] for arm in sorted(rows, key=order)]
 
 
 def _details(arms: Mapping[str, Sequence[Process]]) -> dict[str, str]:
@@ -126,29 +124,6 @@ def _details(arms: Mapping[str, Sequence[Process]]) -> dict[str, str]:
     for kind in kinds.values():
         found |= labels(kind) if len(kind) > 1 else {}
     return found
-
-
-def title(settings: Mapping[str, Any], keys: Sequence[str]) -> str:
-    named = [key for key in keys if key.endswith(".name")]
-    named += [key for key in keys if key == "mesh.world_size"]
-    return ", ".join(f"{key}={settings[key]}" for key in named or keys) or str(settings["model.name"])
-
-
-def _groups(processes: Sequence[Process], references: Mapping[str, str]) -> list[list[Process]]:
-    configs = {process.facts["arm"]: process.config for process in processes}
-    groups: dict[str, list[Process]] = defaultdict(list)
-    for process in processes:
-        reference = references.get(process.facts["arm"], process.facts["arm"])
-        groups[workload_of(configs.get(reference, process.config))].append(process)
-    return list(groups.values())
-
-
-def _settings(group: Sequence[Process], references: Mapping[str, str]) -> dict[str, Any]:
-    process = next((one for one in group if references.get(one.facts["arm"]) == one.facts["arm"]), group[0])
-    kept = ("model", "data", "optimizer", "train", "dtype", "numerics", "mesh", "measure")
-    found = flatten({name: process.config[name] for name in kept})
-    policies = {one.facts["dtype"] for one in group} - {found["dtype.name"]}
-    return found | {"dtype.name": " or ".join([found["dtype.name"], *sorted(policies)])}
 
 
 def _row(arms: Mapping[str, Sequence[Process]], arm: str, reference: str | None, detail: str) -> Facts:

@@ -21,7 +21,6 @@ from harness.store.reading_yaml import read_yaml
 from harness.store.shapes import Maybe
 
 ROOT = provenance.ROOT
-
 STUDIES = "study"
 """Group of studies: `sweeps/` here, `study/` in a folder of the user's own."""
 
@@ -29,8 +28,6 @@ STUDY_FILE = "from_file"
 """Hydra's name of the study that a request names (`study.cells.register`)."""
 
 NULLABLE = ("study", "experiment", "debug")
-
-
 _CHOSEN: list[Path] = []
 
 

@@ -111,11 +111,12 @@ def freeze(values: Mapping[str, Any], overrides: Sequence[str], *, earlier: Sequ
     """Resolve plain values, type them, apply every rule. Args, Raises: as `compose_cell`."""
     config, beyond = load_within(_resolved(values))
     _anchor_paths(config)
-    _shorten_warmup(config, [*earlier, *overrides])
+    typed = any(text.startswith("train.warmup_steps=") for text in (*earlier, *overrides))
+    if not typed and config.train.warmup_steps == TrainConfig().warmup_steps:  # a short run warms up for all of it
+        config.train.warmup_steps = min(config.train.warmup_steps, config.train.steps)
     counted = own.described("model", config)
     config.model.parameters = None if counted is None else counted.answer["parameters"]
-    violations = rules.check(config, overrides, beyond)
-    if violations:
+    if violations := rules.check(config, overrides, beyond):
         raise BadRequest(violations)
     cell = Cell(plain_of(config), (*earlier, *overrides))
     vars(cell)["typed"] = config
@@ -191,10 +192,3 @@ def _anchored(key: str, path: str, fix: str) -> str:
     if not path.strip():
         raise refuse(f"{key}=", "is empty, which would mean the folder in which this is typed", fix=fix)
     return os.path.abspath(os.path.expanduser(path))
-
-
-def _shorten_warmup(config: Config, overrides: Sequence[str]) -> None:
-    """A run shorter than the default warm-up warms up for all of it."""
-    is_default = config.train.warmup_steps == TrainConfig().warmup_steps
-    if is_default and not any(text.startswith("train.warmup_steps=") for text in overrides):
-        config.train.warmup_steps = min(config.train.warmup_steps, config.train.steps)

@@ -78,11 +78,10 @@ def pieces(data: DataConfig) -> list[Piece]:
     else:
         width, header = (TOKEN_BYTES[data.token_dtype], data.header_bytes) if data.kind is DataKind.tokens else (1, 0)
         found = [_piece(path, width, header) for path in _chosen_files(data)]
-    kept = [piece for piece in found if piece.num_tokens]
-    if not kept:
-        files = counted(len(found), "file")
-        raise ValueError(f"{describe(data)} is empty ({files}, no tokens): point data.path at some text")
-    return kept
+    if kept := [piece for piece in found if piece.num_tokens]:
+        return kept
+    files = counted(len(found), "file")
+    raise ValueError(f"{describe(data)} is empty ({files}, no tokens): point data.path at some text")
 
 
 def _piece(path: Path, width: int, header: int) -> Piece:
@@ -126,33 +125,28 @@ def _chosen_files(data: DataConfig) -> list[Path]:
     if not path.is_dir():
         return [path]
     pattern = "*.bin" if data.kind is DataKind.tokens else "*"
-    visible = (
-        file
-        for file in path.rglob(pattern)
-        if file.is_file() and not any(part.startswith(".") for part in file.relative_to(path).parts)
-    )
-    files = sorted(visible, key=Path.as_posix)
+    files = sorted((each for each in path.rglob(pattern) if each.is_file()), key=Path.as_posix)
+    files = [each for each in files if not any(part.startswith(".") for part in each.relative_to(path).parts)]
     if not files:
         raise ValueError(f"data.path={data.path} is a folder without {pattern} files: point it at a file, or fill it")
     return files
 
 
 def _sampled_max(found: list[Piece]) -> int:
-    total = sum(piece.num_tokens for piece in found)
-    last_start = max(0, total - SAMPLE_TOKENS)
-    starts = {last_start * window // (SAMPLE_WINDOWS - 1) for window in range(SAMPLE_WINDOWS)}
-    return max(_window_max(found, start) for start in starts)
-
-
-def _window_max(found: list[Piece], start: int) -> int:
-    for piece in found:
-        if start < piece.num_tokens:
-            break
-        start -= piece.num_tokens
     import numpy as np
 
-    at = piece.offset + start * piece.token_bytes
-    return int(np.fromfile(piece.path, f"<u{piece.token_bytes}", SAMPLE_TOKENS, offset=at).max())
+    last_start = max(0, sum(piece.num_tokens for piece in found) - SAMPLE_TOKENS)
+    largest = 0
+    for window in range(SAMPLE_WINDOWS):
+        start = last_start * window // (SAMPLE_WINDOWS - 1)
+        for piece in found:
+            if start < piece.num_tokens:
+                break
+            start -= piece.num_tokens
+        at = piece.offset + start * piece.token_bytes
+        ids = np.fromfile(piece.path, f"<u{piece.token_bytes}", SAMPLE_TOKENS, offset=at)
+        largest = max(largest, int(ids.max()))
+    return largest
 
 
 def held_out_batches(config: Config, num_sequences: int) -> range:

@@ -60,15 +60,15 @@ def explain_key(key: str) -> Violation:
         inside = [path for path in settings() if path.startswith(f"{group}.")]
         elsewhere = [path for path in settings() if path.endswith(f".{rest}")]
         meant = list(dict.fromkeys(_synonym(key) + elsewhere + (nearest(key, inside) or nearest(rest, settings()))))[:3]
-        problem = f"{group} has no such setting"
-        return Violation(key, problem, ", ".join(inside) or "none of its own", _did_you_mean(meant))
+        choices = ", ".join(inside) or "none of its own"
+        return Violation(key, f"{group} has no such setting", choices, _did_you_mean(meant))
     everything = [*load_catalog(), *settings()]
     meant = _synonym(key) or nearest(key, everything)
     meant = [name for name in meant if name.partition(".")[0] not in meant or "." not in name]  # the group says it
     if meant:
         return Violation(key, "no such group or setting", fix=_did_you_mean(meant))
-    problem, guide = "no such group or setting", page("configuration.md")
-    return Violation(key, problem, "groups " + ", ".join(load_catalog()), f"{guide} lists every setting")
+    guide = f"{page('configuration.md')} lists every setting"
+    return Violation(key, "no such group or setting", "groups " + ", ".join(load_catalog()), guide)
 
 
 def explain_option(group: str, option: object) -> Violation:

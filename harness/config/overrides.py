@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -66,13 +66,15 @@ def check_overrides(overrides: Sequence[str], *, multirun: bool = False, draws: 
             violations += refused_of_hydra(text, str(parsed.key_or_group), parsed.value(), multirun)
         elif found := _refused(text, parsed, multirun, draws):
             violations.append(found)
+        elif isinstance(understood := _understand(text, parsed), Word):
+            words.append(understood)
         else:
-            understood = _understand(text, parsed)
-            if isinstance(understood, Word):
-                words.append(understood)
-            else:
-                violations += understood
-    violations += _duplicates(words)
+            violations += understood
+    for key, count in Counter(word.key for word in words).items():
+        if count > 1:
+            texts = [word.text for word in words if word.key == key]
+            problem = f"is given {count} times: {', '.join(texts)}"
+            violations.append(Violation(key, problem, fix=f"keep one, such as {texts[-1]}"))
     if violations:
         raise BadRequest(violations)
     return words
@@ -108,10 +110,8 @@ def _refused(text: str, override: Override, multirun: bool, draws: bool) -> Viol
 
 
 def _endless(text: str, swept: Any) -> Violation | None:
-    fix = f"{text.partition('=')[0]}=range(START,STOP,STEP)"
-    ends = (swept.start, swept.stop, swept.step)
-    if not swept.step or any(isinstance(end, float) and not math.isfinite(end) for end in ends):
-        return Violation(text, "never comes to its end", fix=fix)
+    if not swept.step or not all(math.isfinite(end) for end in (swept.start, swept.stop, swept.step)):
+        return Violation(text, "never comes to its end", fix=f"{text.partition('=')[0]}=range(START,STOP,STEP)")
     count = sum(1 for _ in islice(iter(swept.range()), MAX_SWEEP + 1))
     too_many = Violation(text, f"gives more than {MAX_SWEEP:,} values", f"1 to {MAX_SWEEP:,}")
     return too_many if count > MAX_SWEEP else None
@@ -177,16 +177,6 @@ def hydra_words(overrides: Sequence[str]) -> list[str]:
 def typed_value(overrides: Sequence[str], key: str, default: Any) -> Any:
     values = [text for text in overrides if text.startswith(f"{key}=")]
     return OverridesParser.create().parse_override(values[-1]).value() if values else default
-
-
-def _duplicates(words: list[Word]) -> Iterator[Violation]:
-    by_key: dict[str, list[str]] = defaultdict(list)
-    for word in words:
-        by_key[word.key].append(word.text)
-    for key, texts in by_key.items():
-        if len(texts) > 1:
-            problem = f"is given {len(texts)} times: {', '.join(texts)}"
-            yield Violation(key, problem, fix=f"keep one, such as {texts[-1]}")
 
 
 def _malformed(text: str) -> Violation:

@@ -316,7 +316,7 @@ class LaunchConfig(Group):
     """Print what would run, batch scripts too, and start nothing."""
     wait: Flag = False
     """Wait until submitted cells end (SLURM). A local launch always waits."""
-    inline: Annotated[Flag, Only("cluster.backend", "local")] = False
+    inline: Flag = False
     """Run the only rank inside this process, so that a debugger works."""
     rerun: Rerun = Rerun.never
     """Which finished cells to run again."""

@@ -56,24 +56,16 @@ def decide(status: Status | None, *, stale: bool, obstacle: str, rerun: Rerun) -
     if status.state in RESTARTS or (status.state is State.preempted and status.job):
         return Decision(Action.leave, f"{status.state.value}: {status.reason}")
     if status.state is State.done:
-        return _decide_done(stale, rerun)
+        if rerun is Rerun.always:
+            return Decision(Action.start_over, "done before, launch.rerun=always")
+        if stale and rerun is Rerun.stale:
+            return Decision(Action.start_over, "done by other sources, launch.rerun=stale")
+        changed = ", but the sources changed since (launch.rerun=stale runs it again)" * stale
+        return Decision(Action.skip, f"done{changed}")
     again = f"{status.state.value} before: {status.reason}"
     if obstacle:
         return Decision(Action.start_over, f"{again}; {obstacle}, so from step 0")
     return Decision(Action.start, again)
-
-
-def _decide_done(stale: bool, rerun: Rerun) -> Decision:
-    if rerun is Rerun.always:
-        return Decision(Action.start_over, "done before, launch.rerun=always")
-    if stale and rerun is Rerun.stale:
-        return Decision(Action.start_over, "done by other sources, launch.rerun=stale")
-    if stale:
-        return Decision(Action.skip, "done, but the sources changed since (launch.rerun=stale runs it again)")
-    return Decision(Action.skip, "done")
-
-
-ENGINE_GROUPS = ("engine", "sharding")
 
 
 def in_blocks(cells: Sequence[Cell]) -> tuple[Cell, ...]:
@@ -87,7 +79,7 @@ def is_timed(cell: Cell) -> bool:
 
 def _place(cell: Cell) -> tuple[int, str, str]:
     block, seed = int(cell.config["train"]["replicate"]), int(cell.config["study"]["order_seed"])
-    texts = (repeated(cell.config, ENGINE_GROUPS), repeated(cell.config))
+    texts = (repeated(cell.config, ("engine", "sharding")), repeated(cell.config))
     workload, arm = (hashlib.sha256(f"{seed} {block} {text}".encode()).hexdigest() for text in texts)
     return block, workload, arm
 
@@ -118,20 +110,14 @@ class Opened:
 
 def look(store: Store, cell: Cell, sources: Sources, jobs: JobProbe | None) -> Decision:
     run = RunDir(store.path_of(cell))
-    return decide(
-        status.effective(run.path, jobs),
-        stale=_is_stale(run, cell, sources),
-        obstacle=_obstacle(run, cell, sources) if run.has_record() else "",
-        rerun=Rerun[cell.config["launch"]["rerun"]],
-    )
+    stale = provenance.is_stale(run.path, sources.digest, own.facts(cell.typed))
+    obstacle = _obstacle(run, cell, stale) if run.has_record() else ""
+    found = status.effective(run.path, jobs)
+    return decide(found, stale=stale, obstacle=obstacle, rerun=Rerun[cell.config["launch"]["rerun"]])
 
 
-def _is_stale(run: RunDir, cell: Cell, sources: Sources) -> bool:
-    return provenance.is_stale(run.path, sources.digest, own.facts(cell.typed))
-
-
-def _obstacle(run: RunDir, cell: Cell, sources: Sources) -> str:
-    if _is_stale(run, cell, sources):
+def _obstacle(run: RunDir, cell: Cell, stale: bool) -> str:
+    if stale:
         return "the sources changed since"
     if not (run.path / CONFIG).exists():
         what = f"{run.path} has the record of a run and no {CONFIG}"

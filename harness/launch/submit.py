@@ -22,7 +22,6 @@ from harness.launch.local.run import EXIT_CODES, Ended, run_inline
 from harness.launch.opening import Action, Decision, Opened, Sources, in_blocks, is_timed, look, open_here
 from harness.launch.slurm import submission
 from harness.launch.slurm.scheduler import Scheduler, SlurmError, ask, probe
-from harness.launch.slurm.submission import Batch
 from harness.launch.terminal import Listener, RunDisplay, Terminal
 from harness.launch.watch import wait_for
 from harness.store import commands, provenance, screen, status
@@ -54,9 +53,7 @@ def submit(cells: Sequence[Cell], terminal: Terminal | None = None) -> int:
 
 class _Request:
     def __init__(self, cells: Sequence[Cell], terminal: Terminal) -> None:
-        self._cells = cells
-        self._terminal = terminal
-        self._several = len(cells) > 1
+        self._cells, self._terminal, self._several = cells, terminal, len(cells) > 1
         self._store = Store(cells[0].config["launch"]["root"])
         names = {cell.signature: self._store.path_of(cell).name for cell in cells}
         short = named(set(names.values()))
@@ -102,8 +99,7 @@ class _Request:
             return [EXIT_BUSY if isinstance(error, Busy) else 1]
 
     def _submit(self, cells: Sequence[Cell]) -> list[int]:
-        of = self._store, cells, self._sources, self._jobs, self._on_decision
-        for array in submission.submit_cells(*of):
+        for array in submission.submit_cells(self._store, cells, self._sources, self._jobs, self._on_decision):
             self._terminal.line(f"submitted {array}")
         if not any(cell.config["launch"]["wait"] for cell in cells):
             return []
@@ -147,9 +143,8 @@ class _Request:
         self._terminal.line(f"{place}: {ended.state.value}, {ended.reason}{logs}")
 
     def _place(self, cell: Cell) -> str:
-        if not self._several:
-            return ""
-        return f"cell {list(self._labels).index(cell.signature) + 1} of {len(self._labels)}  "
+        place = f"cell {list(self._labels).index(cell.signature) + 1} of {len(self._labels)}  "
+        return place if self._several else ""
 
     def _next(self, code: int) -> list[str]:
         study = self._cells[0].study
@@ -185,14 +180,11 @@ def preview(cells: Sequence[Cell]) -> str:
         config = local[0].typed
         ranks = f"\nrank 0 of {config.mesh.world_size} on this machine (the others differ in RANK and LOCAL_RANK):\n"
         parts.append(ranks + _assignments(rank_environment(config, 0, start="TOKEN")))
-    parts.extend(map(_script, batches))
+    for batch in batches:
+        variables = _assignments(run_environment(batch.wanted[0][0].typed))
+        title = f"sbatch script of {screen.counted(len(batch.wanted), 'cell')}:"
+        parts.append(f"\n{title}\n\n{batch.script()}\nin each rank:\n{variables}")
     return "\n".join(parts)
-
-
-def _script(batch: Batch) -> str:
-    variables = _assignments(run_environment(batch.wanted[0][0].typed))
-    title = f"sbatch script of {screen.counted(len(batch.wanted), 'cell')}:"
-    return f"\n{title}\n\n{batch.script()}\nin each rank:\n{variables}"
 
 
 def _assignments(variables: dict[str, str]) -> str:
@@ -250,7 +242,8 @@ def cancel(store: Store, ref: str, terminal: Terminal | None = None) -> int:
     if not living:
         terminal.line(f"nothing to cancel: no run of {ref} is queued or running")
         return 0
-    _cancel_jobs([(run, found) for run, found in living if found.keeper is Keeper.slurm], scheduler)
+    if of_slurm := [(run, found) for run, found in living if found.keeper is Keeper.slurm]:
+        _cancel_jobs(of_slurm, scheduler)
     ours = [(run, found) for run, found in living if found.keeper is Keeper.process]
     for run, found in ours:
         request_cancel(run.path, found.attempt)
@@ -270,8 +263,6 @@ def _alive(run: RunDir, scheduler: Scheduler | None) -> Status | None:
 
 
 def _cancel_jobs(living: Sequence[tuple[RunDir, Status]], scheduler: Scheduler | None) -> None:
-    if not living:
-        return
     if scheduler is None:
         raise StoreError("these runs are SLURM jobs, and there is no squeue here; cancel them on a login node")
     try:

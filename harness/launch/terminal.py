@@ -40,31 +40,23 @@ class RunDisplay:
     """Listener of one run of so many steps."""
 
     def __init__(self, terminal: Terminal, steps: int, label: str = "") -> None:
-        self._terminal = terminal
-        self._steps = steps
-        self._label = label
+        self._terminal, self._steps = terminal, steps
+        self._label = label and f"{label}  "
         self._times: deque[float] = deque(maxlen=RECENT_STEPS)
         self._held_out: float | None = None
         self._last_shown = 0.0
 
     def __call__(self, message: Mapping[str, Any]) -> None:
         if "warning" in message:
-            self._terminal.line(self._labelled(f"warning: {message['warning']}"))
+            self._terminal.line(f"{self._label}warning: {message['warning']}")
             return
         self._times.append(message["step_time_s"])
         self._held_out = (message.get("validation") or {}).get("loss") or self._held_out
         line = progress_line(message, self._steps, self._held_out, statistics.median(self._times))
-        if self._is_due(message["step"]):
+        regular = message["step"] in (1, self._steps) or message["step"] % max(1, self._steps // LINES) == 0
+        if regular or time.monotonic() - self._last_shown > PAUSE_S:
             self._last_shown = time.monotonic()
-            self._terminal.line(self._labelled(line))
-
-    def _labelled(self, text: str) -> str:
-        return f"{self._label}  {text}" if self._label else text
-
-    def _is_due(self, step: int) -> bool:
-        regular = step in (1, self._steps) or step % max(1, self._steps // LINES) == 0
-        late = time.monotonic() - self._last_shown > PAUSE_S
-        return late or regular
+            self._terminal.line(self._label + line)
 
 
 class Terminal:

@@ -33,7 +33,7 @@ def encoded(name: str, facts: Mapping[str, Any], stream: Stream) -> bytes:
 
     Raises `BadRequest`: the run has too many steps or tensors for `LIMIT_BYTES`.
     """
-    room = min(len(stream.kept()[0]), LIMIT_BYTES // max(1, 8 * len(stream.tensors)))  # more is not even packed
+    room = min(len(stream.kept[0]), LIMIT_BYTES // max(1, 8 * len(stream.tensors)))  # more is not even packed
     while True:
         data = _packed({**facts, "version": VERSION, "name": name}, stream, room)
         if len(data) < LIMIT_BYTES:
@@ -47,7 +47,7 @@ def encoded(name: str, facts: Mapping[str, Any], stream: Stream) -> bytes:
 
 def _packed(facts: Mapping[str, Any], stream: Stream, room: int) -> bytes:
     """Args: room: most steps whose tensors are kept: half of them the first ones, the rest evenly up to the last."""
-    steps, rows = stream.kept()
+    steps, rows = stream.kept
     dense = min(len(steps), (room + 1) // 2)
     chosen = np.arange(dense) if room < len(steps) else np.arange(len(steps))
     if room < len(steps):

@@ -30,7 +30,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, NamedTuple
+from typing import IO, TYPE_CHECKING, NamedTuple
 
 from harness.store.errors import StoreError
 from harness.store.files import private_folder, write_json
@@ -127,13 +127,9 @@ class StreamWriter:
         private_folder(folder)
         self.every = every
         self._row = len(step_columns(sketches)) * BYTES
-        facts = {
-            "version": VERSION,
-            "sketches": sketches,
-            "every": every,
-            "columns": list(step_columns(sketches)),
-            "tensors": [{"name": each.name, "shape": list(each.shape)} for each in tensors],
-        }
+        named = [{"name": each.name, "shape": list(each.shape)} for each in tensors]
+        facts = {"version": VERSION, "sketches": sketches, "every": every, "tensors": named}
+        facts["columns"] = list(step_columns(sketches))
         before = read_json(folder / STREAM, dict) or {} if done else {}
         write_json(folder / STREAM, facts | {name: before[name] for name in ("forward",) if name in before})
         self._table = len(tensors) * len(tensor_columns(sketches)) * BYTES
@@ -204,12 +200,9 @@ class Stream:
         found: NDArray[np.bool_] = np.logical_not(np.isnan(self.steps).all(axis=1))
         return found
 
+    @cached_property
     def kept(self) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """Kept steps [n] that were looked at, counted from 1, and their tensors' numbers [n, tensors, columns]."""
-        return self._kept
-
-    @cached_property
-    def _kept(self) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         import numpy as np
 
         columns = len(tensor_columns(self.sketches))
@@ -225,7 +218,7 @@ def last(run_dir: Path, step: int, names: Sequence[str], columns: Sequence[str])
     found = read(run_dir)
     if found is None or [each.name for each in found.tensors] != list(names):
         return None
-    steps, rows = found.kept()
+    steps, rows = found.kept
     if step not in steps:
         return None
     places = [tensor_columns(found.sketches).index(name) for name in columns]
@@ -255,18 +248,12 @@ def read(run_dir: Path) -> Stream | None:
     if facts is None:
         return None
     try:
-        return _stream(folder, facts)
+        tensors = tuple(CheckedTensor(str(each["name"]), tuple(map(int, each["shape"]))) for each in facts["tensors"])
+        sketches, every = int(facts["sketches"]), int(facts["every"])
+        if facts["version"] != VERSION or sketches < 1 or every < 1:
+            raise ValueError(f"version={facts['version']!r}, sketches={sketches}, every={every}")
     except (KeyError, TypeError, ValueError, OverflowError) as error:  # an endless number is no integer
         raise StoreError(f"{folder / STREAM} is damaged: {error!r}") from None
-
-
-def _stream(folder: Path, facts: Mapping[str, Any]) -> Stream:
-    if facts["version"] != VERSION:
-        raise ValueError(f"version={facts['version']!r}")
-    tensors = tuple(CheckedTensor(str(each["name"]), tuple(map(int, each["shape"]))) for each in facts["tensors"])
-    sketches, every = int(facts["sketches"]), int(facts["every"])
-    if sketches < 1 or every < 1:
-        raise ValueError(f"sketches={sketches}, every={every}")
     return Stream(folder, tensors, sketches, every)
 
 
@@ -290,8 +277,7 @@ def write_forward(run_dir: Path, rows: int, batch: tuple[int, int], modules: Map
         if all(math.isfinite(value) for value in each)  # JSON has no others, and the loss tells of them
     ]
     facts = {"version": FORWARD_VERSION, "rows": rows, "batch": list(batch), "modules": described}
-    stream = read_json(run_dir / FOLDER / STREAM, dict)
-    if stream is None:
+    if (stream := read_json(run_dir / FOLDER / STREAM, dict)) is None:
         write_json(run_dir / FOLDER / FORWARD_FILE, facts)
     else:
         write_json(run_dir / FOLDER / STREAM, {**stream, "forward": facts})

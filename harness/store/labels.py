@@ -58,10 +58,6 @@ def labels(configs: Mapping[Key, Mapping[str, Any]]) -> dict[Key, str]:
     return _distinct({key: _label(own, keys) for key, own in flat.items()}, flat)
 
 
-def differing(configs: Collection[Flat]) -> list[str]:
-    return _keys({number: _settings(config) for number, config in enumerate(configs)})
-
-
 def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
     flat = flatten(dict(config))
     flat["sharding.strategy"] = strategy_of(flat)

@@ -58,20 +58,17 @@ def rendezvous_file(attempt: Path, start: str) -> Path:
 
 def rank_place(environment: Mapping[str, str]) -> RankPlace:
     """Place from an environment; without variables one rank of one. Raises `ValueError`: a malformed number or rank."""
-    place = _place(environment)
+    if PARENT_PIPE in environment:
+        place = _numbered(environment, "local", environment.get(START, ""))
+    elif "RANK" in environment and "WORLD_SIZE" in environment:
+        place = _numbered(environment, "torchrun", "")
+    elif is_slurm_step(environment):
+        place = _of_slurm(environment)
+    else:
+        place = RankPlace(rank=0, world_size=1, local_rank=0, start="", launcher="inline")
     if not 0 <= place.rank < place.world_size:
         raise ValueError(f"rank {place.rank} of {place.world_size}")
     return place
-
-
-def _place(environment: Mapping[str, str]) -> RankPlace:
-    if PARENT_PIPE in environment:
-        return _numbered(environment, "local", environment.get(START, ""))
-    if "RANK" in environment and "WORLD_SIZE" in environment:
-        return _numbered(environment, "torchrun", "")
-    if is_slurm_step(environment):
-        return _of_slurm(environment)
-    return RankPlace(rank=0, world_size=1, local_rank=0, start="", launcher="inline")
 
 
 def is_slurm_step(environment: Mapping[str, str]) -> bool:
@@ -97,8 +94,7 @@ def _numbered(environment: Mapping[str, str], launcher: str, start: str) -> Rank
 
 
 def _of_slurm(environment: Mapping[str, str]) -> RankPlace:
-    job = environment["SLURM_JOB_ID"]
-    restarts = environment.get("SLURM_RESTART_COUNT", "0")
+    job, restarts = environment["SLURM_JOB_ID"], environment.get("SLURM_RESTART_COUNT", "0")
     return RankPlace(
         rank=int(environment["SLURM_PROCID"]),
         world_size=int(environment["SLURM_STEP_NUM_TASKS"]),

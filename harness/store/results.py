@@ -28,13 +28,12 @@ def results(run: RunDir) -> dict[str, Any]:
     last: Mapping[str, Any] = lines[-1] if lines else {}
     seconds = median_step_time(lines, summary)
     planned, sent = summary.get("planned") or {}, last.get("comm")
-    exposed, held_out = numbers(lines, "time/exposed_comm_s"), numbers(lines, "validation/loss")[-1:]
+    exposed, held_out = numbers(lines, "time/exposed_comm_s"), numbers(lines, "validation/loss")
+    held_out += [float(each["loss"]) for each in [summary.get("validation")] if each]
     return {
         "steps_done": last.get("step", 0),
         "final_loss": last.get("loss"),
-        "held_out_loss": float(summary["validation"]["loss"])
-        if summary.get("validation")
-        else next(iter(held_out), None),
+        "held_out_loss": held_out[-1] if held_out else None,
         "final_grad_norm": last.get("grad_norm"),
         "step_time_s": seconds,
         "exposed_comm_s": statistics.median(exposed) if exposed else None,

@@ -24,8 +24,7 @@ from tests.support.mutants import finds
 
 
 def row(found: Report, engine: str, strategy: str) -> Any:
-    (regime,) = found.regimes
-    (match,) = [one for one in regime["rows"] if (one["engine"], one["strategy"]) == (engine, strategy)]
+    (match,) = [one for one in found.rows if (one["engine"], one["strategy"]) == (engine, strategy)]
     return SimpleNamespace(**match)
 
 
@@ -78,13 +77,12 @@ def test_what_is_not_told_apart_says_so(tmp_path: Path) -> None:
     assert "includes 1" in text(found)
 
 
-def test_regimes_are_kept_apart_and_named_by_what_differs(tmp_path: Path) -> None:
+def test_arms_of_two_models_are_told_apart(tmp_path: Path) -> None:
     configs = lab.study(tmp_path, dim=32, name="small") + lab.study(tmp_path, dim=64, name="large")
     lab.record(tmp_path, configs)
     found = report(tmp_path, "lab")
-    assert [regime["title"] for regime in found.regimes] == ["model.name=large", "model.name=small"]
-    assert [len(regime["rows"]) for regime in found.regimes] == [6, 6]
-    assert all(one["ratio"] or one["is_reference"] for regime in found.regimes for one in regime["rows"])
+    assert [one["detail"] for one in found.rows] == ["model large"] * 6 + ["model small"] * 6
+    assert all(one["ratio"] or one["is_reference"] for one in found.rows)
 
 
 def test_a_missing_run_leaves_the_shared_blocks_and_is_named(root: Path) -> None:
@@ -126,7 +124,7 @@ def test_plans_stand_beside_what_was_measured_and_a_peak_off_its_plan_is_named(t
     lab.record(tmp_path, lab.study(tmp_path, blocks=1, change=change))
     found = report(tmp_path, "lab")
     assert len([note for note in found.notes if "leaves the plan by -99.9%" in note and "fsdp1" in note]) == 2
-    shown = [(COLUMNS["planned peak"](row), COLUMNS["planned sent"](row)) for row in found.regimes[0]["rows"]]
+    shown = [(COLUMNS["planned peak"](row), COLUMNS["planned sent"](row)) for row in found.rows]
     assert set(shown) == {("0.00", "1.00"), ("0.50", "1.00")}
 
 
@@ -159,8 +157,7 @@ def test_arms_of_one_engine_are_told_apart_by_what_differs(tmp_path: Path) -> No
         lab.write(tmp_path, other, [0.2] * lab.TIMED, ended="2026-01-01T00:00:00+00:00")
         more.append(other)
     lab.record(tmp_path, [*configs, *more])
-    (regime,) = report(tmp_path, "lab").regimes
-    assert [name_of(one) for one in regime["rows"] if one["engine"] == "native"] == [
+    assert [name_of(one) for one in report(tmp_path, "lab").rows if one["engine"] == "native"] == [
         "native no_shard prefetch=1",
         "native no_shard prefetch=3",
     ]
@@ -206,12 +203,10 @@ def test_arms_stand_with_what_they_are_held_against(tmp_path: Path) -> None:
         seconds = [0.2 if values["mesh"]["dp_outer"] == 2 else 0.1] * lab.TIMED
         lab.write(tmp_path, values, seconds)
     write_study(tmp_path, [Cell(values) for values in cells], controls)
-    (regime,) = report(tmp_path, "lab").regimes
-    names = {name_of(one): one for one in regime["rows"]}
+    names = {name_of(one): one for one in report(tmp_path, "lab").rows}
     assert set(names) == {"native optim_grads_params fp32", "native optim_grads_params bf16", "native hsdp"}
     assert names["native hsdp"]["ratio"].value == pytest.approx(2.0)
     assert names["native optim_grads_params fp32"]["is_reference"]
-    assert regime["settings"]["dtype.name"] == "fp32 or bf16"
 
 
 def test_arms_of_other_numbers_of_ranks_on_one_machine_are_compared() -> None:

@@ -248,7 +248,7 @@ test_a_mutant_is_found = finds(
     "Ends of a run",
     test_asked_to_stop_all_save="""
         Ctrl-C is a preemption: A run that Ctrl-C ended counts as preempted
-            launch.local.run._end_of: State.cancelled if asked is signal.SIGINT else State.preempted => State.preempted
+            launch.local.run.LocalRun.stop: asked is signal.SIGINT else => False else
             (**FOLLOWED)
         one exit code: Ranks that saved have failed
             launch.local.run.LocalRun._judge: codes <= STOPPED => len(codes) == 1 and codes <= STOPPED

@@ -45,7 +45,7 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     assert found is not None
     assert found.tensors == tuple(TENSORS)
     assert found.column("rule").tolist() == [1, 2, 3, 4, 5, 6, 7]
-    steps, rows = found.kept()
+    steps, rows = found.kept
     assert steps.tolist() == [1, 2, 3, 4, 5, 6, 7]
     assert rows.shape == (7, 2, len(tensor_columns(M)))
     assert rows[4, 1, 0] == 5.0
@@ -60,7 +60,7 @@ def test_a_resumed_run_goes_on_where_its_checkpoint_was(tmp_path: Path) -> None:
     found = check_stream.read(tmp_path)
     assert found is not None
     assert found.column("sum").tolist() == [1, 2, 3, 4, 5, 6]
-    assert found.kept()[0].tolist() == [1, 2, 3, 4, 5, 6]
+    assert found.kept[0].tolist() == [1, 2, 3, 4, 5, 6]
 
 
 def test_steps_that_nobody_saw_are_no_numbers(tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_tensors_are_kept_as_often_as_fits(tmp_path: Path) -> None:
     write(tmp_path, range(1, DENSE + 350), every=every)
     found = check_stream.read(tmp_path)
     assert found is not None
-    steps, rows = found.kept()
+    steps, rows = found.kept
     assert steps.tolist() == [*range(1, DENSE + 1), 600, 700, 800]
     assert rows[-1, 0, 0] == 800.0
     assert [kept_until(s, every) for s in (0, 5, DENSE, 599, 600, 861)] == [
@@ -127,7 +127,7 @@ test_a_mutant_is_found = finds(
     """,
     test_a_damaged_description_is_named="""
         a stream of no version: A stream that does not say its format is read as one of today's
-            store.check_stream._stream: facts["version"] => facts.get("version", VERSION)
+            store.check_stream.read: facts["version"] != => facts.get("version", VERSION) !=
             (text=UNSAID)
     """,
 )

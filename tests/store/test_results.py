@@ -91,7 +91,7 @@ test_a_mutant_is_found = finds(
         rates of the last step: Rates are of the last step's own time
             store.results.rates: (last.get("step_time_s") or 0.0) / seconds => 1.0
         the first held-out loss: The first loss on held-out data is called the newest
-            store.results.results: [-1:] => [:1]
+            store.results.results: held_out[-1] => held_out[0]
         the least memory: The smallest resident set is called the peak
             store.results.results: max(numbers(lines, "memory/rss") => min(numbers(lines, "memory/rss")
         one collective: Bytes of one kind of collective alone are counted

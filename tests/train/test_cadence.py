@@ -103,7 +103,7 @@ def test_steps_that_nobody_looked_at_are_not_claimed(runs: dict[str, Path]) -> N
     looked = [step for step in range(1, STEPS + 1) if step not in LEFT_OUT]
     assert [*looked, STEPS + 1] == (1 + np.flatnonzero(stream.looked)).tolist()
     assert (summary["step_checks"]["steps"], summary["step_checks"]["every"]) == (len(looked), 16)
-    assert stream.kept()[0].tolist() == looked
+    assert stream.kept[0].tolist() == looked
     unknown = (1 + np.flatnonzero(np.isnan(stream.column("kept")))).tolist()
     assert unknown == [*LEFT_OUT[:6], 16, *LEFT_OUT[6:], STEPS]
     verdict = compare(runs["seldom"], runs["always"])

@@ -176,7 +176,7 @@ def test_sketches_of_all_layouts_agree(tmp_path: Path) -> None:
     """To what their own sums are rounded by: the layouts add local gradients in other orders."""
     run_ranks(trains, 2, str(tmp_path), list(SEEN), {"train__steps": 2, "optimizer__name": OptimizerName.sgd})
     alike = len(check_stream.tensor_columns(SKETCHES)) - len(check_stream.MOMENTS)  # which are of one run alone
-    rows = {kind: read(tmp_path / kind).kept()[1][..., :alike] for kind in SEEN}
+    rows = {kind: read(tmp_path / kind).kept[1][..., :alike] for kind in SEEN}
     first = rows.pop("ddp")
     for kind, found in rows.items():
         assert found.shape == first.shape

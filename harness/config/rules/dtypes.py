@@ -7,59 +7,47 @@ from collections.abc import Iterator
 from harness.config.derived import FAMILIES, projections
 from harness.config.errors import Violation
 from harness.config.rules.request import Request, refusal, rule
-from harness.config.schema import DTYPE_ROLES, Dtype
+from harness.config.schema import Dtype
 
 half_gradients_do_not_vanish = refusal(
-    "",
     lambda c: c.dtype.compute is Dtype.fp16 and c.dtype.loss_scale == "none" and not c.dtype.allow_low_precision_grads,
     "dtype.compute dtype.loss_scale",
     "computes gradients in fp16, where those below 6e-8 become zero, and nothing scales them up",
-    "dynamic; or another dtype.compute (bf16 needs no scale)",
     "dtype=fp16, or dtype.loss_scale=dynamic (engine=native), or dtype.allow_low_precision_grads=true to accept it",
 )
 scaled_gradients_are_stored_wide = refusal(
-    "",
     lambda c: c.dtype.loss_scale != "none" and c.dtype.main_grads in (Dtype.bf16, Dtype.fp16),
     "dtype.main_grads dtype.loss_scale",
     "stores scaled gradients in 16 bits, where scaling them back is not exact",
-    "fp32, fp64",
     "dtype.main_grads=fp32, or dtype.loss_scale=none",
 )
 overflows_are_skipped_or_reported = refusal(
-    "",
     lambda c: c.dtype.loss_scale == "dynamic" and c.engine.report_nan_in_param_grad,
     "engine.report_nan_in_param_grad dtype.loss_scale",
     "ends the run at the first overflow, which a dynamic loss scale provokes and skips",
-    "false, where dtype.loss_scale=dynamic",
     "engine.report_nan_in_param_grad=false, or dtype.loss_scale=none",
 )
 
 QUANTIZED = (Dtype.fp32, Dtype.bf16, Dtype.fp16)
 """Dtypes that are quantized to 8 bits: fp32 holds each of their numbers."""
 
-
 eight_bits_have_projections = refusal(
-    "",
     lambda c: c.dtype.fp8 is not None and c.model.family not in FAMILIES,
     "dtype.fp8",
     "model.family={model.family.name} has no projections to multiply in 8 bits",
-    "null; families that do: " + ", ".join(each.name for each in FAMILIES),
     "model=tiny, or dtype=bf16",
+    choices="null; families that do: " + ", ".join(each.name for each in FAMILIES),
 )
 eight_bits_have_no_switch = refusal(
-    "",
     lambda c: c.dtype.fp8 is not None and c.sharp.group.is_asked,
     "dtype.fp8 sharp.group",
     "is not implemented: no switch was observed to compute the largest amax",
-    "sharp=none",
     "sharp=none, or dtype=bf16",
 )
 eight_bits_are_not_cut = refusal(
-    "",
     lambda c: c.dtype.fp8 is not None and c.mesh.tp > 1,
     "dtype.fp8 mesh.tp",
     "multiplies whole weights in 8 bits, which tensor parallelism cuts",
-    "null, where mesh.tp is above 1",
     "mesh.tp=1, or dtype=bf16",
 )
 
@@ -69,7 +57,6 @@ def eight_bits_are_made_of_fp32_or_less(request: Request) -> Iterator[Violation]
     """Weights and activations are rounded once to 8 bits, because fp32, where scales are applied, holds them
     exactly."""
     for role in ("compute", "main_params"):
-        assert role in DTYPE_ROLES
         dtype = getattr(request.config.dtype, role)
         if request.config.dtype.fp8 is not None and dtype not in QUANTIZED:
             yield request.wrong(

@@ -201,7 +201,6 @@ def main_weights_are_no_narrower(request: Request) -> Iterator[Violation]:
 
 
 bits_do_not_depend_on_cuts = refusal(
-    "",
     lambda c: (
         c.dtype.main_params.bytes < 4
         and c.optimizer.name is not OptimizerName.adamw
@@ -210,7 +209,6 @@ bits_do_not_depend_on_cuts = refusal(
     ),
     "optimizer.name dtype.main_params",
     "rounding depends on where shards are cut, which numerics={numerics.mode.name} rules out",
-    "adamw, or dtype.main_params of fp32 or fp64",
     "optimizer=adamw, dtype.main_params=fp32, or numerics=fast",
 )
 """torch's 16-bit add with a factor rounds differently at the end of a tensor: only AdamW steps without it."""
@@ -238,12 +236,11 @@ def integers_are_possible(request: Request) -> Iterator[Violation]:
 
 
 prefetched_units_have_room = refusal(
-    "engine.double_buffer engine.prefetch",
     lambda c: c.engine.prefetch > 1 and fixed_buffers(c),
     "engine.prefetch",
     TOO_FAR_AHEAD,
-    "0 or 1",
     "engine.prefetch=1, or engine.double_buffer=false nccl_ub=none",
+    reads="engine.double_buffer engine.prefetch",
 )
 
 

@@ -14,11 +14,9 @@ from harness.config.wandb_mode import wandb_mode
 from harness.store.provenance import versions
 
 scheduler_exists = refusal(
-    "",
     lambda c: c.cluster.backend is Backend.slurm and shutil.which("sbatch") is None,
     "cluster.backend",
     "there is no sbatch on PATH",
-    "local, slurm",
     "cluster=local, or a login node",
 )
 

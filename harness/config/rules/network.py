@@ -21,27 +21,23 @@ def registered_buffers_are_fixed(request: Request) -> Iterator[Violation]:
 
 
 sharp_gives_up_order = refusal(
-    "",
     lambda c: c.sharp.group.is_asked and c.numerics.mode is not Numerics.fast,
     "sharp.group",
     "leaves the order of sums to the network, which numerics={numerics.mode.name} promises",
-    "none",
     "sharp=none, or numerics=fast",
 )
 sharp_has_its_axis = refusal(
-    "mesh.dp_outer",
     lambda c: c.sharp.group is SharpAxis.dp_outer and c.mesh.dp_outer == 1,
     "sharp.group",
     "has no outer axis to act on: mesh.dp_outer=1",
-    "none, dp",
     "sharp=dp, or mesh=two_by_two",
+    reads="mesh.dp_outer",
 )
 sharp_has_one_owner = refusal(
-    "mesh.dp_outer",
     lambda c: c.sharp.group.is_asked and c.mesh.dp_outer > 1 and not capabilities_of(c).orders_communicators,
     "sharp.group mesh.dp_outer",
     "engine={engine.name.name} creates the communicators of its two axes in an order of its own, and the first one to"
     " ask takes InfiniBand SHARP",
-    "sharp=none, mesh.dp_outer=1",
     "engine=native, or sharp=none",
+    reads="mesh.dp_outer",
 )

@@ -62,7 +62,7 @@ def rule(*reads: str) -> Callable[[Callable[[Request], Iterator[Violation]]], Ru
 
 
 def refusal(
-    reads: str, when: Callable[[Config], Any], paths: str, problem: str, choices: str = "", fix: str = ""
+    when: Callable[[Config], Any], paths: str, problem: str, fix: str, choices: str = "", reads: str = ""
 ) -> Rule:
     """Rule of one violation, of the settings `paths`. Its texts are formats over the groups of a configuration."""
 

@@ -18,11 +18,17 @@ from harness.store.rundir import checkpoint_folder
 from harness.store.screen import counted
 
 inline_is_one_rank = refusal(
-    "mesh.world_size",
     lambda c: c.launch.inline and c.mesh.world_size > 1,
     "launch.inline",
     "runs one rank in this process, and mesh.world_size={mesh.world_size}",
-    fix="mesh=one, or debug=inline, which says both",
+    "mesh=one, or debug=inline, which says both",
+    reads="mesh.world_size",
+)
+inline_is_here = refusal(
+    lambda c: c.launch.inline and c.cluster.backend is Backend.slurm,
+    "launch.inline",
+    "runs in this process, which cluster=slurm does not",
+    "cluster=local",
 )
 
 
@@ -39,11 +45,9 @@ def every_cuda_rank_gets_a_device(request: Request) -> Iterator[Violation]:
 
 
 shared_devices_have_no_switch = refusal(
-    "",
     lambda c: c.cluster.ranks_per_device > 1 and c.sharp.group.is_asked and c.sharp.nvlink,
     "cluster.ranks_per_device sharp.group",
     "asks for NVLink SHARP among ranks that share a device",
-    "cluster.ranks_per_device=1, sharp=default, sharp=none",
     "leave sharp out",
 )
 """NVLink SHARP sums over devices."""

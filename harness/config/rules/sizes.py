@@ -70,17 +70,13 @@ def batch_is_whole_microbatches(request: Request) -> Iterator[Violation]:
         return
     below = t.global_batch_size // unit * unit
     smaller = "" if t.global_batch_size % ranks else f", or train.microbatch_size={t.global_batch_size // ranks}"
+    named = "mesh.world_size" if request.config.mesh.tp == 1 else "mesh.world_size / mesh.tp"
     yield request.wrong(
         "train.global_batch_size",
-        f"is not divisible by {_ranks(request.config)} * train.microbatch_size ="
-        f" {ranks} * {t.microbatch_size} = {unit}",
+        f"is not divisible by {named} * train.microbatch_size = {ranks} * {t.microbatch_size} = {unit}",
         ", ".join(str(n) for n in (below, below + unit, below + 2 * unit) if n),
         f"train.global_batch_size={below or unit}{smaller}",
     )
-
-
-def _ranks(config: Config) -> str:
-    return "mesh.world_size" if config.mesh.tp == 1 else "mesh.world_size / mesh.tp"
 
 
 @rule("mesh.world_size", "cluster.nodes")
@@ -116,20 +112,19 @@ def tensor_axis_divides_the_ranks(request: Request) -> Iterator[Violation]:
 
 
 tensor_parallelism_has_a_plan = refusal(
-    "mesh.tp",
     lambda c: c.mesh.tp > 1 and c.model.family not in PLANNED,
     "mesh.tp",
     "model.family={model.family.name} has no tensor-parallel plan",
-    "mesh.tp=1; families that do: " + ", ".join(each.name for each in PLANNED),
     "mesh.tp=1, or model=tiny",
+    choices="mesh.tp=1; families that do: " + ", ".join(each.name for each in PLANNED),
+    reads="mesh.tp",
 )
 tensor_parallelism_has_no_switch = refusal(
-    "mesh.tp",
     lambda c: c.mesh.tp > 1 and c.sharp.group.is_asked,
     "sharp.group",
     "is not implemented with mesh.tp={mesh.tp}: no communicator of three axes is given SHARP",
-    "none",
     "sharp=none",
+    reads="mesh.tp",
 )
 
 

@@ -22,16 +22,10 @@ TAIL_BYTES = 2000
 
 class Rank:
     def __init__(self, number: int, process: subprocess.Popen[bytes], parent_pipe: int, log: Path) -> None:
-        self.number = number
-        self.log = log
+        self.number, self.pid, self.log = number, process.pid, log
         self.failed_at = 0.0
         self.killed_by_us = False
-        self._process = process
-        self._parent_pipe = parent_pipe
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
+        self._process, self._parent_pipe = process, parent_pipe
 
     @property
     def code(self) -> int | None:
@@ -72,13 +66,10 @@ class Rank:
 
     def _exit_report(self) -> str:
         assert self.code is not None
-        if self.code >= 0:
-            what = f"exited with code {self.code} and no traceback"
-        else:
-            number = -self.code
+        what, number = f"exited with code {self.code} and no traceback", -self.code
+        if number > 0:
             name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
-            hint = "; the kernel does this when memory runs out (dmesg tells)" if name == "SIGKILL" else ""
-            what = f"killed by {name}{hint}"
+            what = f"killed by {name}" + "; the kernel does this when memory runs out (dmesg tells)" * (number == 9)
         tail = log_tail(self.log)
         return what + (f"\nlast lines of {self.log}:\n{tail}" if tail else "")
 

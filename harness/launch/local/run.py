@@ -97,7 +97,8 @@ class LocalRun:
         if self._verdict is not None:
             self._end_within(0.0)
             return
-        self._decide(*_end_of(asked), self.config.launch.stop_grace_s)
+        state = State.cancelled if asked is signal.SIGINT else State.preempted
+        self._decide(state, stop_reason(asked), self.config.launch.stop_grace_s)
         if asked is signal.SIGINT:
             self._warn("Ctrl-C: the run saves after this step and ends; Ctrl-C again ends it at once, unsaved")
         for rank in self.ranks:
@@ -146,10 +147,9 @@ class LocalRun:
             rank.close()
         rendezvous_file(self._folder, self._start).unlink(missing_ok=True)
         ended = self._judge()
-        if ended.state is State.done:
-            for path in self._folder.iterdir():  # logs with nothing in them
-                if path.is_file() and not path.stat().st_size:
-                    path.unlink()
+        for path in self._folder.iterdir() if ended.state is State.done else ():  # logs with nothing in them
+            if path.is_file() and not path.stat().st_size:
+                path.unlink()
         try:
             self._write(ended)
         finally:
@@ -211,10 +211,6 @@ class Tail:
             *whole, rest = file.read().split(b"\n")
             self._read = file.tell() - len(rest)
         return [line.decode(errors="replace") for line in whole]
-
-
-def _end_of(asked: signal.Signals) -> tuple[State, str]:
-    return State.cancelled if asked is signal.SIGINT else State.preempted, stop_reason(asked)
 
 
 STATES = {code: state for state, code in EXIT_CODES.items()}

@@ -79,7 +79,7 @@ class Apart:
 
 def apart(arm: Stream, control: Stream) -> Apart | None:
     """Distances of two streams; None where they have no sketch in common."""
-    (left_steps, left), (right_steps, right) = arm.kept(), control.kept()
+    (left_steps, left), (right_steps, right) = arm.kept, control.kept
     steps, at_left, at_right = np.intersect1d(left_steps, right_steps, return_indices=True)
     places = {each.name: (place, each.shape) for place, each in enumerate(control.tensors)}
     here = [place for place, each in enumerate(arm.tensors) if places.get(each.name, (0, None))[1] == each.shape]
@@ -326,7 +326,7 @@ def _one_configuration(arm: Record, control: Record) -> bool:
 
 def _table(stream: Stream, length: int) -> Float64:
     """Columns [steps, tensors, columns] of the steps from the first on, up to one that was not kept."""
-    steps, rows = stream.kept()
+    steps, rows = stream.kept
     follows = steps == np.arange(1, len(steps) + 1)
     return rows[: min(length, len(steps) if follows.all() else int(np.argmin(follows)))]
 

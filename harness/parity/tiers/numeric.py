@@ -245,7 +245,7 @@ def first_step_sketched(arm: Stream, control: Stream, found: Apart, envelope: En
 
 def _lengths(stream: Stream) -> dict[str, float]:
     """Norm of each reduced gradient of step 1; not a number where it was not seen."""
-    squares = stream.kept()[1][0][:, tensor_columns(stream.sketches).index("reduced_squares")]
+    squares = stream.kept[1][0][:, tensor_columns(stream.sketches).index("reduced_squares")]
     return {each.name: math.sqrt(square) for each, square in zip(stream.tensors, squares.tolist(), strict=True)}
 
 
