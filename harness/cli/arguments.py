@@ -110,8 +110,6 @@ def _consistent(parsed: argparse.Namespace) -> None:
     if parsed.frozen and (parsed.multirun or parsed.cfg):
         fix = f"drop -m and --cfg; `{commands.verb('show RUN')}` prints it"
         raise refuse("--from", "runs one frozen cell again", fix=fix)
-    for flag in ("config_path", "config_name"):
-        if getattr(parsed, flag):
-            subject = f"--{flag.replace('_', '-')} {getattr(parsed, flag)}"
-            fix = "an option of your own, ./conf/GROUP/NAME.yaml or --config-dir DIR, chosen as GROUP=NAME"
-            raise refuse(subject, "what a request starts from is conf/config.yaml", fix=fix)
+    if parsed.config_path or parsed.config_name:
+        fix = "an option of your own, ./conf/GROUP/NAME.yaml or --config-dir DIR, chosen as GROUP=NAME"
+        raise refuse("--config-path, --config-name", "what a request starts from is conf/config.yaml", fix=fix)

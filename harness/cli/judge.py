@@ -45,14 +45,21 @@ def compare_arguments(parser: ArgumentParser) -> None:
 
 
 def run_compare(arguments: Namespace) -> int:
+    found = None
     if arguments.code is not None:
-        return _compare_code(arguments)
-    store = Store(arguments.root)
-    arm, control = (_found(store, word) for word in _two_runs(arguments))
+        from harness.revisions import Request, compare_code  # late: no other comparison starts runs
+
+        request = Request(tuple(arguments.words), arguments.root, arguments.bitwise)
+        found = compare_code(request, *arguments.code, lambda line: print(line, file=sys.stderr, flush=True))
+        arm, control = Path(found.arm), Path(found.control)
+    else:
+        store = Store(arguments.root)
+        arm, control = (_found(store, word) for word in _two_runs(arguments))
     if arguments.tensor is not None:
         print(zoom(arm, control, arguments.tensor, step=arguments.step))
         return 0
-    return _say(compare(arm, control), arguments)
+    found = scripted(found or compare(arm, control))
+    return _answer(found, text(found), arguments)
 
 
 def _found(store: Store, word: str) -> Path:
@@ -66,29 +73,10 @@ def _two_runs(arguments: Namespace) -> list[str]:
     if arguments.bitwise:
         raise refuse("--bitwise", "goes with --code: one code owes bits by itself", fix="leave it out")
     if len(words) != 2:
-        problem = (
-            "the following arguments are required: RUN RUN" if len(words) < 2 else f"takes 2 runs, not {len(words)}"
-        )
+        problem = f"takes 2 runs, RUN RUN, not {len(words)}"
         fix = f"{commands.verb('compare RUN RUN')}, or compare --code OLD NEW KEY=VALUE ..."
         raise refuse(" ".join(["compare", *words]), problem, fix=fix)
     return words
-
-
-def _compare_code(arguments: Namespace) -> int:
-    from harness.revisions import Request, compare_code  # late: no other comparison starts runs
-
-    request = Request(tuple(arguments.words), arguments.root, arguments.bitwise)
-    old, new = arguments.code
-    found = compare_code(request, old, new, lambda line: print(line, file=sys.stderr, flush=True))
-    if arguments.tensor is not None:
-        print(zoom(Path(found.arm), Path(found.control), arguments.tensor, step=arguments.step))
-        return 0
-    return _say(found, arguments)
-
-
-def _say(found: Verdict, arguments: Namespace) -> int:
-    found = scripted(found)
-    return _answer(found, text(found), arguments)
 
 
 def _answer(found: Verdict | StudyVerdict, answer: str, arguments: Namespace) -> int:

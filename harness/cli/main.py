@@ -171,26 +171,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def read(words: Sequence[str]) -> tuple[Verb, Namespace]:
     """Raises `BadRequest`: no such verb, or wrong arguments. `SystemExit`: help (code 0)."""
-    if words and words[0] in ("-h", "--help"):
-        print(verbs_help(commands.verb(), KINDS))
+    if words[:1] in (["-h"], ["--help"], ["--version"]):
+        print(version() if words[0] == "--version" else verbs_help(commands.verb(), KINDS))
         raise SystemExit(0)
-    if words[:1] == ["--version"]:
-        print(version())
-        raise SystemExit(0)
-    _check_verb(words)
-    verb = next((each for each in VERBS if each.name == words[0]), None)
-    if verb is None:
-        raise refuse(words[0], "stands before the verb", fix=f"{commands.verb()} VERB {words[0]} ...")
-    return verb, parser_of(verb).parse_intermixed_args(words[1:])  # options stand anywhere among the other words
-
-
-def _check_verb(words: Sequence[str]) -> None:
-    names = [verb.name for verb in VERBS]
+    named = {verb.name: verb for verb in VERBS}
+    if words and (verb := named.get(words[0])):
+        return verb, parser_of(verb).parse_intermixed_args(words[1:])  # options stand anywhere among the other words
     if not words:
-        raise refuse(commands.verb(), "needs a verb", choices=", ".join(names), fix=f"{commands.verb()} --help")
+        raise refuse(commands.verb(), "needs a verb", choices=", ".join(named), fix=f"{commands.verb()} --help")
     if words[0] in MOVED:
         raise refuse(words[0], "is no verb any more", fix=MOVED[words[0]])
-    if words[0] not in names and not words[0].startswith("-"):
-        meant = nearest(words[0], names)
-        fix = f"did you mean {' or '.join(meant)}?" if meant else f"{commands.verb()} --help"
-        raise refuse(words[0], "no such verb", choices=", ".join(names), fix=fix)
+    if words[0].startswith("-"):
+        raise refuse(words[0], "stands before the verb", fix=f"{commands.verb()} VERB {words[0]} ...")
+    meant = nearest(words[0], named)
+    fix = f"did you mean {' or '.join(meant)}?" if meant else f"{commands.verb()} --help"
+    raise refuse(words[0], "no such verb", choices=", ".join(named), fix=fix)

@@ -166,7 +166,8 @@ def changes(config: Config) -> Iterator[tuple[str, ...]]:
 def nearest(cell: Cell, plans: Plans) -> list[tuple[tuple[str, ...], dict[str, Any]]]:
     """Changes after which a cell fits, each with its plan; two at once only where no single one does."""
     single = list(changes(cell.typed))
-    pairs = [(*one, *other) for one, other in itertools.combinations(single, 2) if not _same(one, other)]
+    pairs = [(*one, *other) for one, other in itertools.combinations(single, 2)]
+    pairs = [words for words in pairs if len({word.partition("=")[0] for word in words}) == len(words)]
     for asked in (single, pairs):
         made = [(each, found) for each in asked if (found := _changed(cell, each)) is not None]
         planned = plans([found for _, found in made]) if made else []
@@ -174,11 +175,6 @@ def nearest(cell: Cell, plans: Plans) -> list[tuple[tuple[str, ...], dict[str, A
         if fitting:
             return fitting[:SHOWN]
     return []
-
-
-def _same(one: Sequence[str], other: Sequence[str]) -> bool:
-    keys = ({word.partition("=")[0] for word in each} for each in (one, other))
-    return bool(set.intersection(*keys))
 
 
 def _changed(cell: Cell, words: Sequence[str]) -> Cell | None:

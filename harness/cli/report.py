@@ -40,7 +40,9 @@ def run_report(arguments: Namespace) -> int:
         ) from None
     sources = {"sources": None} if arguments.archived else {}
     found = study(root, name, verdict=_against(arguments, root, name, sources), **sources)
-    report = contents(found, root, _command(arguments, root, name))
+    flags = " --archived" * arguments.archived
+    flags += f" --control {shlex.quote(arguments.control)}" if arguments.control else ""
+    report = contents(found, root, commands.verb(f"report {shlex.quote(name)}{flags}", root))
     target = arguments.out or Store(root).root / name / PAGE
     write(target, page(report), "report STUDY --out")
     print(f"{report.outcome}: {target}")
@@ -72,9 +74,3 @@ def _where(arguments: Namespace) -> tuple[str, str]:
             fix=commands.request("-m study=NAME"),
         )
     return root, name
-
-
-def _command(arguments: Namespace, root: str, name: str) -> str:
-    flags = " --archived" * arguments.archived
-    flags += f" --control {shlex.quote(arguments.control)}" if arguments.control else ""
-    return commands.verb(f"report {shlex.quote(name)}{flags}", root)

@@ -10,24 +10,15 @@ from collections.abc import Mapping
 from harness.config.schema import WandbMode
 from harness.store.wandb_run import VARIABLE
 
-WORDS = {
-    "online": WandbMode.online,
-    "run": WandbMode.online,
-    "offline": WandbMode.offline,
-    "dryrun": WandbMode.offline,
-    "disabled": WandbMode.disabled,
-}
-"""Values of `WANDB_MODE`, except `shared`, under which several processes would write one run."""
-
 
 def wandb_mode(asked: WandbMode, environment: Mapping[str, str]) -> WandbMode:
     """Effective mode: `WANDB_MODE` chooses among copies, but never turns one on.
 
-    Raises `ValueError`: the variable holds none of `WORDS`.
+    Raises `ValueError`: the variable holds no mode. `shared`, under which processes write one run, is none here.
     """
     word = environment.get(VARIABLE, "").strip().lower()
     if asked is WandbMode.disabled or not word:
         return asked
-    if word not in WORDS:
-        raise ValueError(f"{VARIABLE}={word} is none of {', '.join(WORDS)}")
-    return WORDS[word]
+    if word not in WandbMode.__members__:
+        raise ValueError(f"{VARIABLE}={word} is none of {', '.join(WandbMode.__members__)}")
+    return WandbMode[word]

@@ -43,9 +43,9 @@ def import_series(source: Path, target: Path, columns: Mapping[str, str]) -> lis
     """
     if target.exists():
         raise refuse(str(target), "is there already", fix="name another --into, or remove it")
-    kind = _kind(source)
+    kind, read = _kind(source)
     try:
-        table = READERS[kind](source, columns.get("step"))
+        table = read(source, columns.get("step"))
     except ImportError:
         raise refuse(str(source), f"needs {kind}, which is not installed", fix=commands.install(kind)) from None
     except (StoreError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -61,29 +61,6 @@ def import_series(source: Path, target: Path, columns: Mapping[str, str]) -> lis
     status.write(target, Status(State.done, f"imported from {source.name}", 0, steps=steps[-1]))
     write_atomic(target / CONFIG, yaml.safe_dump(config, sort_keys=False))
     return sorted(found["loss"])
-
-
-KINDS = {
-    ".wandb": "wandb",
-    "tfevents": "tensorboard",
-    ".csv": "csv",
-    ".tsv": "csv",
-    ".jsonl": "jsonl",
-    ".json": "megatron",
-}
-"""Part of a file's name, or of one in a folder of wandb's or TensorBoard's, and the reader."""
-
-
-def _kind(source: Path) -> str:
-    if not source.exists():
-        raise refuse(str(source), "does not exist")
-    names = folder_names(source) if source.is_dir() else [source.name]
-    parts = list(KINDS)[:2] if source.is_dir() else list(KINDS)
-    found = next((KINDS[part] for part in parts if any(part in name for name in names)), None)
-    if found is None:
-        problem, choices = "is no kind of series that is known", "a folder of wandb's or TensorBoard's, or a file: "
-        raise refuse(str(source), problem, choices=choices + ", ".join(KINDS))
-    return found
 
 
 def _column(source: Path, measure: str, column: str, table: Table) -> dict[int, float]:
@@ -185,13 +162,30 @@ def _wandb(source: Path, step: str | None) -> Table:
     return _of_rows(rows, step)
 
 
-READERS: Mapping[str, Callable[[Path, str | None], Table]] = {
-    "wandb": _wandb,
-    "tensorboard": _tensorboard,
-    "csv": _csv,
-    "jsonl": _jsonl,
-    "megatron": _megatron,
+Reader = Callable[[Path, str | None], Table]
+KINDS: Mapping[str, tuple[str, Reader]] = {
+    ".wandb": ("wandb", _wandb),
+    "tfevents": ("tensorboard", _tensorboard),
+    ".csv": ("csv", _csv),
+    ".tsv": ("csv", _csv),
+    ".jsonl": ("jsonl", _jsonl),
+    ".json": ("megatron", _megatron),
 }
+"""Part of a file's name, or of one in a folder of wandb's or TensorBoard's; its kind and reader."""
+
+
+def _kind(source: Path) -> tuple[str, Reader]:
+    if not source.exists():
+        raise refuse(str(source), "does not exist")
+    names = folder_names(source) if source.is_dir() else [source.name]
+    parts = list(KINDS)[:2] if source.is_dir() else list(KINDS)
+    for part in parts:
+        if any(part in name for name in names):
+            return KINDS[part]
+    problem, choices = "is no kind of series that is known", "a folder of wandb's or TensorBoard's, or a file: "
+    raise refuse(str(source), problem, choices=choices + ", ".join(KINDS))
+
+
 BLOCK, HEADER = 32768, 7
 FULL, FIRST, LAST = 1, 2, 4
 

@@ -32,9 +32,7 @@ class Reporter:
     """Args: listener: called with the record of every step, and with each warning as `warning`."""
 
     def __init__(self, run: Path, attempt: int, place: RankPlace, listener: Listener | None = None) -> None:
-        self.run = run
-        self.attempt = attempt
-        self.place = place
+        self.run, self.attempt, self.place = run, attempt, place
         self.folder = run / "attempts" / str(attempt)
         self.diverged: list[int] = []
         """Steps whose loss is not finite."""

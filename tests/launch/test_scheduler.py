@@ -268,7 +268,7 @@ SLIPS = slips("""
     saved work is queued: A preempted run that waits is called queued
         launch.slurm.scheduler.judge: if status.state is State.preempted else => if not status else
     too early: A submission is lost while sbatch may still answer, and never later
-        launch.slurm.scheduler._missing: < SUBMISSION_GRACE_S => > SUBMISSION_GRACE_S
+        launch.slurm.scheduler.Scheduler.__call__: >= SUBMISSION_GRACE_S => < SUBMISSION_GRACE_S
     any element: Of an array any element is a run's own
         launch.slurm.scheduler.Scheduler._queued: ("", str(status.index)) => map(str, range(99))
     squeue alone: Who is silent in squeue is not asked for elsewhere

@@ -193,7 +193,6 @@ def test_disabled_starts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     [
         ("online", "", "online"),
         ("online", "offline", "offline"),
-        ("online", "dryrun", "offline"),
         ("offline", "online", "online"),
         ("offline", "DISABLED", "disabled"),
         ("disabled", "online", "disabled"),

@@ -73,10 +73,6 @@ class Job:
     nodes: str = ""
     """Nodes of its present or last start, such as `n[1-2]`; empty before."""
 
-    @property
-    def main(self) -> str:
-        return self.id.partition("_")[0]
-
 
 def parse_squeue(text: str) -> list[Job]:
     """Jobs of `squeue --array --format=SQUEUE`."""
@@ -154,7 +150,12 @@ class Scheduler:
             job = self.job_of(status)
         except SlurmError:
             return None
-        return _missing(status) if job is None else judge(status, job)
+        if job is not None:
+            return judge(status, job)
+        if status.job:
+            return State.lost, f"SLURM no longer knows job {status.job}"
+        late = age_s(status.updated) >= SUBMISSION_GRACE_S
+        return (State.lost, "the submission was interrupted before SLURM had the job") if late else None
 
     def _jobs(self, command: str, main: str = "") -> Jobs:
         """Jobs by id, asked for once. Raises `SlurmError`: no answer; what timed out is not asked again."""
@@ -243,14 +244,6 @@ _ASKED: Mapping[str, Callable[[str], list[Job]]] = {
     "sacct": lambda main: parse_sacct(ask("sacct", "-n", "-P", "-X", "-j", main, f"--format={SACCT}")),
     "scontrol": _from_controller,
 }
-
-
-def _missing(status: Status) -> tuple[State, str] | None:
-    if status.job:
-        return State.lost, f"SLURM no longer knows job {status.job}"
-    if age_s(status.updated) < SUBMISSION_GRACE_S:
-        return None
-    return State.lost, "the submission was interrupted before SLURM had the job"
 
 
 def probe() -> Scheduler | None:

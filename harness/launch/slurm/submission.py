@@ -172,21 +172,13 @@ class Batch:
             **{name: asked[name] for name in ("partition", "account", "qos")},
             "time": asked["time_min"],
             "signal_delay_s": asked["grace_s"],
-            "setup": [
-                *asked["setup"],
-                f"export PYTHONPATH={shlex.quote(str(self.code))}${{PYTHONPATH:+:$PYTHONPATH}}",
-            ],
+            "setup": [*asked["setup"], f"export PYTHONPATH={shlex.quote(str(self.code))}${{PYTHONPATH:+:$PYTHONPATH}}"],
             # bash ends with its last command's exit code, and that must be the ranks'
             "teardown": ["ranks=$?", *asked["teardown"], "exit $ranks"] if asked["teardown"] else None,
             "wckey": None,  # submitit's own key is refused where keys are enforced
             "array_parallelism": asked["array_parallelism"] or UNLIMITED,
             "stderr_to_stdout": True,
-            "additional_parameters": {
-                "requeue": True,
-                **({"network": network} if network else {}),
-                **further,
-                **flags,
-            },
+            "additional_parameters": {"requeue": True} | ({"network": network} if network else {}) | further | flags,
             "srun_args": _srun_words(cell),
             **({"map_count": count} if count > 1 else {}),
         }
@@ -213,13 +205,9 @@ def batches(store: Store, wanted: Wanted, *, code: Path, limit: int) -> Iterator
     for pairs in alike.values():
         for start in range(0, len(pairs), limit):
             chunk = pairs[start : start + limit]
-            yield Batch(chunk, _token(store, [cell for cell, _ in chunk]), store.root, code)
-
-
-def _token(store: Store, cells: Sequence[Cell]) -> str:
-    attempts: Mapping[str, int] = {cell.signature: RunDir(store.path_of(cell)).next_attempt() for cell in cells}
-    text = "\n".join([str(store.root), *(f"{signature} {number}" for signature, number in attempts.items())])
-    return hashlib.sha256(text.encode()).hexdigest()[:8]
+            attempts = [f"{cell.signature} {RunDir(store.path_of(cell)).next_attempt()}" for cell, _ in chunk]
+            token = hashlib.sha256("\n".join([str(store.root), *attempts]).encode()).hexdigest()[:8]
+            yield Batch(chunk, token, store.root, code)
 
 
 def _ranks_per_node(cell: Cell) -> int:
