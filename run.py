@@ -91,10 +91,8 @@ def _place() -> RankPlace:
     try:
         return rank_place(os.environ)
     except (KeyError, ValueError) as error:
-        problem = f"no launcher would set this: {error}"
-        raise refuse(
-            "RANK, WORLD_SIZE, SLURM_*", problem, fix="unset RANK WORLD_SIZE, or start by torchrun or srun"
-        ) from None
+        fix = "unset RANK WORLD_SIZE, or start by torchrun or srun"
+        raise refuse("RANK, WORLD_SIZE, SLURM_*", f"no launcher would set this: {error}", fix=fix) from None
 
 
 def request(arguments: Arguments) -> int:
@@ -121,9 +119,8 @@ def as_rank(argv: list[str], place: RankPlace) -> int:
     """Run as one rank under a launcher, whose number of ranks is the default."""
     arguments = read_arguments(argv, implied=[f"mesh.world_size={place.world_size}"])
     if arguments.multirun:
-        raise refuse(
-            "-m", f"makes many cells, and {place.launcher} started the ranks of one", fix=commands.request("-m ...")
-        )
+        problem = f"makes many cells, and {place.launcher} started the ranks of one"
+        raise refuse("-m", problem, fix=commands.request("-m ..."))
     if arguments.starts_nothing:
         return 0 if place.rank else request(arguments)
     folder = rendezvous_folder(shared_root(arguments.overrides), os.environ)

@@ -81,11 +81,9 @@ def demand(run: Path, *names: str) -> None:
 
 def condition(run: Path) -> str:
     found = damage(run)
-    if found is None:
-        return ""
-    return (
-        f"damaged: {'; '.join(found.values())}; {RESTORE}" if found else f"whole, {counted(len(_listed(run)), 'file')}"
-    )
+    if found:
+        return f"damaged: {'; '.join(found.values())}; {RESTORE}"
+    return "" if found is None else f"whole, {counted(len(_listed(run)), 'file')}"
 
 
 def _recorded(run: Path) -> list[str]:

@@ -255,9 +255,8 @@ class Store:
         """Runs in a stable order, of one study or of all."""
         if study is not None and Path(study).name != study:
             return []
-        pattern = f"{glob.escape(study) if study else '*'}/*/{CONFIG}"
-        found = [path.parent for path in sorted(self.root.glob(pattern)) if not path.parent.name.startswith(".")]
-        return [RunDir(path) for path in found]
+        found = sorted(self.root.glob(f"{glob.escape(study) if study else '*'}/*/{CONFIG}"))
+        return [RunDir(path.parent) for path in found if not path.parent.name.startswith(".")]
 
     def find(self, ref: str) -> RunDir:
         """Run named by a path, `study/name`, a prefix of its signature (4 digits or more) or `@last`.
@@ -290,11 +289,10 @@ class Store:
 
     def _last(self) -> RunDir:
         text = read_text(self.root / LAST)
-        run = None if text is None else RunDir(self.root / text.strip())
-        if run is None or not os.path.isfile(run.path / CONFIG):
-            start = f"; start with: {commands.request()}" * commands.is_usual(self.root)
-            raise StoreError(f"@last: nothing was run under {self.root} yet{start}")
-        return run
+        if text is not None and os.path.isfile((path := self.root / text.strip()) / CONFIG):
+            return RunDir(path)
+        start = f"; start with: {commands.request()}" * commands.is_usual(self.root)
+        raise StoreError(f"@last: nothing was run under {self.root} yet{start}")
 
 
 def _anchored(path: Path | str) -> Path:

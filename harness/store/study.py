@@ -97,7 +97,6 @@ def judging_verb(store: Store, study: str, runs: Iterable[RunDir], otherwise: st
     record, ended = read_study(store.root, study), done(runs)
     if record and any(cell["control"] for cell in record["cells"]):
         return f"verdict {shlex.quote(study)}" if ended else otherwise
-    control, arm = ended[-2:] if len(ended) > 1 else (None, None)
-    return (
-        f"compare {shlex.quote(store.short(arm))} {shlex.quote(store.short(control))}" if control and arm else otherwise
-    )
+    if len(ended) < 2:
+        return otherwise
+    return f"compare {shlex.quote(store.short(ended[-1]))} {shlex.quote(store.short(ended[-2]))}"

@@ -89,24 +89,19 @@ def _file_axes(study: StudyConfig, typed: set[str]) -> Iterator[list[Assignment]
 
 def _check_file(study: StudyConfig) -> None:
     violations = []
-    lengths = {key: len(values) for key, values in study.zip.items()}
-    if len(set(lengths.values())) > 1:
-        shown = ", ".join(f"{key} has {count}" for key, count in lengths.items())
+    if len({*map(len, study.zip.values())}) > 1:
+        shown = ", ".join(f"{key} has {len(values)}" for key, values in study.zip.items())
         violations.append(Violation(f"study={study.name} zip", f"axes advance together and differ in length: {shown}"))
-    for text in sorted(_file_texts(study)):
+    texts = {*_texts(study.base), *_texts(study.control), *(text for line in study.skip_if for text in line.split())}
+    for axes in (study.grid, study.zip):
+        texts |= {f"{key}={value}" for key, values in axes.items() for value in values}
+    for text in sorted(texts):
         try:
             check_overrides([text])
         except BadRequest as error:
             violations += [replace(v, subject=f"study={study.name}: {v.subject}") for v in error.violations]
     if violations:
         raise BadRequest(list(dict.fromkeys(violations)))  # a wrong key is wrong with each of its values
-
-
-def _file_texts(study: StudyConfig) -> set[str]:
-    texts = {*_texts(study.base), *_texts(study.control)}
-    for axes in (study.grid, study.zip):
-        texts |= {f"{key}={value}" for key, values in axes.items() for value in values}
-    return texts | {text for line in study.skip_if for text in line.split()}
 
 
 def _listed(values: Any) -> list[str]:
@@ -222,19 +217,11 @@ def desired(points: Sequence[Point], composer: Composer) -> Desired:
         raise BadRequest(replace(v, problem=v.problem + part) for v, part in parts.items())
     distinct: dict[str, Cell] = {}
     for cell in cells.values():
-        _same_or_refuse(distinct.setdefault(cell.signature, cell), cell)
+        one, other = flatten(distinct.setdefault(cell.signature, cell).config), flatten(cell.config)
+        if key := next((key for key in one if one[key] != other.get(key)), ""):
+            problem = "asks for one run in two ways: this setting is no part of what a run is"
+            fix = "one value, or two requests with two launch.root"
+            raise refuse(f"{key}={as_typed(one[key])},{as_typed(other.get(key))}", problem, fix=fix)
     pairs = ((cells[p.overrides].signature, cells[p.control].signature) for p in points if p.control is not None)
     controls = {arm: control for arm, control in pairs if arm != control}
     return Desired(in_blocks(list(distinct.values())), controls)
-
-
-def _same_or_refuse(first: Cell, second: Cell) -> None:
-    one, other = flatten(first.config), flatten(second.config)
-    differing = [key for key in one if one[key] != other.get(key)]
-    if differing:
-        key = differing[0]
-        raise refuse(
-            f"{key}={as_typed(one[key])},{as_typed(other.get(key))}",
-            "asks for one run in two ways: this setting is no part of what a run is",
-            fix="one value, or two requests with two launch.root",
-        )

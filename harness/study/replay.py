@@ -31,7 +31,10 @@ def replay(frozen: dict[str, Any], earlier: Sequence[str], overrides: Sequence[s
     values = deepcopy(frozen)
     values.pop("run", None)  # its name is its own
     if options:
-        _choose(values, [text for word in options for text in word.cells])
+        chosen = {word.key for word in options}
+        texts = [text for word in options for text in word.cells]
+        before, after = (plain(composed(each), resolve=False) for each in ((), texts))
+        values |= {group: each for group, each in after.items() if group in chosen or each != before[group]}
     for word in words:
         if not word.is_group:
             put(values, word.key, word.parsed[0])
@@ -66,12 +69,6 @@ def replay_run(reference: str, overrides: Sequence[str]) -> Cell:
             named = [replace(each, subject=f"{file}: {each.subject}", fix=fix) for each in strange.violations]
             raise BadRequest(named) from error
         raise
-
-
-def _choose(values: dict[str, Any], options: Sequence[str]) -> None:
-    before, after = (plain(composed(each), resolve=False) for each in ((), options))
-    chosen = {text.partition("=")[0] for text in options}
-    values |= {group: each for group, each in after.items() if group in chosen or each != before[group]}
 
 
 def _overridden(text: str, words: Sequence[Word]) -> bool:

@@ -35,11 +35,8 @@ def refuse_study(overrides: Sequence[str]) -> None:
     """Raises `BadRequest`: `study=X`, a set of cells, in a request for one cell."""
     chosen = [text for text in overrides if text.startswith("study=") and text != "study=null"]
     if chosen:
-        raise refuse(
-            chosen[0],
-            "a study is a set of cells, and one is asked for",
-            fix=commands.request(f"-m {shlex.quote(chosen[0])}"),
-        )
+        fix = commands.request(f"-m {shlex.quote(chosen[0])}")
+        raise refuse(chosen[0], "a study is a set of cells, and one is asked for", fix=fix)
 
 
 Launch = Callable[[Sequence[Sequence[str]]], None]
@@ -103,10 +100,9 @@ def run_job(cfg: DictConfig) -> float | None:
 
 
 def _objective(run: RunDir, name: str) -> float | None:
-    last = tail(run.metrics)[-1:] if (run.summary).exists() else []
-    if not last:
+    if not run.summary.exists() or not (records := tail(run.metrics)):
         return None
-    numbers = {key: value for key, value in last[0].items() if isinstance(value, int | float)}
+    numbers = {key: value for key, value in records[-1].items() if isinstance(value, int | float)}
     if name not in numbers:
         choices = ", ".join(sorted(numbers))
         raise refuse(f"study.objective={name}", "is no number of a step's record", choices=choices)
@@ -119,11 +115,9 @@ def _is_basic(hydra: Any) -> bool:
 
 def _not_timed(cell: Cell, hydra: Any) -> None:
     if is_timed(cell) and not _is_basic(hydra):
-        raise refuse(
-            "measure=bench",
-            "beside cells that a launcher of Hydra's runs at the same time, step times cannot be compared",
-            fix="leave hydra/launcher out: timed cells then run one after another, in blocks",
-        )
+        problem = "beside cells that a launcher of Hydra's runs at the same time, step times cannot be compared"
+        fix = "leave hydra/launcher out: timed cells then run one after another, in blocks"
+        raise refuse("measure=bench", problem, fix=fix)
 
 
 def cells_asked(words: Sequence[str]) -> tuple[Cell, ...]:
@@ -173,11 +167,9 @@ def _carried_out_as_one(cells: Sequence[Cell]) -> None:
         raise refuse("launch.inline=true", f"runs one cell, and {len(cells)} are asked for", fix="leave -m out")
     remote = any(is_timed(cell) and cell.typed.cluster.backend is Backend.slurm for cell in cells)
     if len(cells) > 1 and remote and not in_allocation() and not cells[0].typed.launch.dry_run:
-        raise refuse(
-            "cluster=slurm measure=bench",
-            "makes jobs that run at different times on different machines, and their step times cannot be compared",
-            fix=f"salloc --nodes=N ... {commands.request('...')}: inside one allocation, cells are its steps",
-        )
+        problem = "makes jobs that run at different times on different machines: step times cannot be compared"
+        fix = f"salloc --nodes=N ... {commands.request('...')}: inside one allocation, cells are its steps"
+        raise refuse("cluster=slurm measure=bench", problem, fix=fix)
 
 
 def carry_out(cells: Sequence[Cell]) -> int:

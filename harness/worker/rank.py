@@ -89,11 +89,11 @@ def _run(run: RunDir, place: RankPlace, reporter: Reporter, stop: StopFlag) -> i
 
 
 def _check_size(config: Config, place: RankPlace) -> None:
-    if place.world_size != config.mesh.world_size:
+    asked, started = config.mesh.world_size, place.world_size
+    if asked != started:
         raise ValueError(
-            f"mesh.world_size={config.mesh.world_size}, but {place.launcher} started "
-            f"{counted(place.world_size, 'rank')}; "
-            f"start {config.mesh.world_size}, or ask for mesh.world_size={place.world_size}"
+            f"mesh.world_size={asked}, but {place.launcher} started {counted(started, 'rank')}; "
+            f"start {asked}, or ask for mesh.world_size={started}"
         )
 
 
@@ -139,8 +139,9 @@ def _train(
         stop.rehearse(config.launch.preempt_at)
     origin.find_own(run.path)
     begun = origin.kernels()
-    timed = config.measure.mode is MeasureMode.bench
-    with Meters(ranks.device, follow_storage=timed) as meters:  # before the engine: it counts what the engine issues
+    with Meters(
+        ranks.device, follow_storage=config.measure.mode is MeasureMode.bench
+    ) as meters:  # before the engine: it counts what the engine issues
 
         def build() -> Session:
             workload = timed_workload(workload_for(config), meters.timers, reporter.alive)
