@@ -139,9 +139,8 @@ def _train(
         stop.rehearse(config.launch.preempt_at)
     origin.find_own(run.path)
     begun = origin.kernels()
-    with Meters(
-        ranks.device, follow_storage=config.measure.mode is MeasureMode.bench
-    ) as meters:  # before the engine: it counts what the engine issues
+    timed = config.measure.mode is MeasureMode.bench
+    with Meters(ranks.device, follow_storage=timed) as meters:  # before the engine: it counts what the engine issues
 
         def build() -> Session:
             workload = timed_workload(workload_for(config), meters.timers, reporter.alive)

@@ -154,7 +154,7 @@ test_a_mutant_is_found = each_found_by(
     the arm wins: An arm's own overrides win over its control's
         study.cells.expand: arm | study.control => study.control | arm
     two lengths: Zipped axes of two lengths are let through
-        study.cells._check_file: len({*map(len, study.zip.values())}) > 1 => len(set(lengths.values())) > 2
+        study.cells._check_file: study.zip.values())}) > 1 => study.zip.values())}) > 2
     nothing is left: A study whose cells are all left out has none, in silence
         study.cells.expand: if not points => if not axes
     the file's name: A study is called like its file, whatever it says
