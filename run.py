@@ -56,7 +56,7 @@ def train(cfg: DictConfig) -> float | None:
         check_hydra(HydraConfig.get(), multirun=False)
         raise SystemExit(carry_out([compose_cell(cfg, overrides)]))
     except REQUEST_ERRORS as error:  # Hydra would announce it before we can explain it
-        raise SystemExit(_told(error, overrides)) from None
+        raise SystemExit(_told(error)) from None
 
 
 def main(argv: list[str]) -> int:
@@ -76,14 +76,14 @@ def main(argv: list[str]) -> int:
         print(error, file=sys.stderr)
         return int(error.args[0])
     except REQUEST_ERRORS as error:
-        return _told(error, argv) if place is None or place.rank == 0 else exit_code(error)
+        return _told(error) if place is None or place.rank == 0 else exit_code(error)
     except KeyboardInterrupt:
         return 130
 
 
-def _told(error: Exception, words: list[str]) -> int:
+def _told(error: Exception) -> int:
     # `run.py launch.dry_run=true | head`: the reader has seen enough
-    return 0 if isinstance(error, BrokenPipeError) else tell(error, words)
+    return 0 if isinstance(error, BrokenPipeError) else tell(error)
 
 
 def _place() -> RankPlace:

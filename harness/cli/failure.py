@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -19,12 +19,11 @@ from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from harness.config.doc import settings
 from harness.config.errors import EXIT_BAD_REQUEST, BadRequest
 from harness.config.hints import explain
 from harness.store import screen
 from harness.store.errors import Busy, StoreError
-from harness.store.redaction import without_secrets
+from harness.store.redaction import redacted
 
 REQUEST_ERRORS = (BadRequest, StoreError, HydraException, OmegaConfBaseException, YAMLError, OSError)
 
@@ -39,13 +38,12 @@ def explained(error: Exception) -> str:
     return str(explain(error))
 
 
-def tell(error: Exception, words: Sequence[str] = ()) -> int:
+def tell(error: Exception) -> int:
     """Print the message of one of REQUEST_ERRORS; returns the exit code.
 
-    Lines stay whole: a command can be copied, and grep finds all of one. Secrets, typed or in the environment, are
-    masked.
+    Lines stay whole: a command can be copied, and grep finds all of one. Secrets are masked as in files.
     """
-    message = screen.visible(without_secrets(explained(error), words, settings()))
+    message = screen.visible(redacted(explained(error)))
     try:
         print(message, file=sys.stderr, flush=True)
     except OSError:  # a log on a full disk

@@ -164,7 +164,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `harness watch | head`: the reader has seen enough
         return 0
     except REQUEST_ERRORS as error:
-        return tell(error, words)
+        return tell(error)
     except KeyboardInterrupt:
         return 130
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from urllib.parse import quote
 
@@ -75,39 +75,6 @@ def redactor(environment: Mapping[str, str] = os.environ) -> Callable[[str], str
     return lambda text: _kept(text, values) if len(text) > LONG else _without(text, values)
 
 
-LEAST_TOLD = 6
-_TYPED = re.compile(r"([\w.@/+~-]+)['\"]?[=:\s]\s*")
-"""A name within a word of a request, and the separator before its value."""
-
-
-def without_secrets(
-    message: str, words: Iterable[str], known: Container[str] = (), environment: Mapping[str, str] = os.environ
-) -> str:
-    """Message about a request, without secrets by form, variable, or typed name.
-
-    Args: words: the request, as typed. known: names of settings, which are no secrets. environment: variables whose
-    values may occur.
-    """
-    found = [pair for word in words for pair in _typed(word)]
-    typed = [(name, value) for name, value in found if name not in known and _TELLING.search(name)]
-    values = {piece for _, value in typed for piece in (value, *_PIECE.findall(value)) if not piece.isdecimal()}
-    values |= {*secrets_of(environment, LEAST_TOLD).values()}
-    for form in sorted({form for value in values for form in _forms(value) if len(form) > 3}, key=len, reverse=True):
-        message = message.replace(form, HIDDEN)
-    for name, _ in typed:  # also what is shown of it as Hydra read it, or in part
-        shown = rf"((?:{re.escape(name)}=|[{{,]\s*['\"]?{re.escape(name)}['\"]?:)\s*)[^\s,}}]+?(?=:?(?:[\s,}}]|$))"
-        message = re.sub(shown, rf"\1{HIDDEN}", message)
-    return redacted(message, environment)
-
-
-_PIECE = re.compile(r"[^\s'\",{}\[\]()\\]{4,}")
-"""Part of a value that is shown, whatever is quoted around it."""
-
-
-def _typed(word: str) -> Iterator[tuple[str, str]]:
-    return ((found[1].lstrip("+~-"), word[found.end() :].strip("'\"")) for found in _TYPED.finditer(word))
-
-
 def _forms(value: str) -> Iterator[str]:
     yield value
     yield from (json.dumps(value)[1:-1], quote(value, safe=""))
@@ -126,17 +93,14 @@ def _without(text: str, values: tuple[str, ...]) -> str:
 _kept = lru_cache(maxsize=4)(_without)
 
 
-def secrets_of(environment: Mapping[str, str], least: int = LEAST) -> dict[str, str]:
-    """Variables that hold a secret of `least` characters, the longest value first; paths are none."""
+def secrets_of(environment: Mapping[str, str]) -> dict[str, str]:
+    """Variables that hold a secret of `LEAST` characters, the longest value first; paths are none."""
     found = {
         name: value
         for name, value in environment.items()
-        if len(value) >= least and _TELLING.search(name) and not (_is_path(name, value) or _is_count(name, value))
+        if len(value) >= LEAST and _TELLING.search(name) and not (_is_path(name, value) or _is_count(name, value))
     }
     return dict(sorted(found.items(), key=lambda pair: -len(pair[1])))
-
-
-_OF_PATHS = re.compile(r"_(?:FILE|PATH|DIR|HOME)$", re.IGNORECASE)
 
 
 def _is_count(name: str, value: str) -> bool:
@@ -146,4 +110,4 @@ def _is_count(name: str, value: str) -> bool:
 
 def _is_path(name: str, value: str) -> bool:
     """True for paths. Keys in base 64 may begin with a slash, too."""
-    return "/" in value and bool(_OF_PATHS.search(name) or os.path.lexists(value))
+    return "/" in value and bool(re.search(r"_(?:FILE|PATH|DIR|HOME)$", name, re.IGNORECASE) or os.path.lexists(value))
