@@ -86,12 +86,8 @@ def study(root: Path | str, name: str, *, sources: str | None = CHECKOUT, verdic
 
 
 def _sentence(refused: Violation) -> str:
-    what = (
-        refused.problem
-        if refused.subject.startswith("verdict ")
-        else f"the setting {refused.subject} {refused.problem}"
-    )
-    return f"{what} ({refused.fix})" if refused.fix else what
+    of_setting = "" if refused.subject.startswith("verdict ") else f"the setting {refused.subject} "
+    return f"{of_setting}{refused.problem}" + (f" ({refused.fix})" if refused.fix else "")
 
 
 def verdicts(of: Study) -> pd.DataFrame:

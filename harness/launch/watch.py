@@ -98,12 +98,10 @@ def _table(found: Sequence[Row], width: int) -> list[str]:
     explained = any(text[last] for text in texts[1:])
     fixed = sum(len(screen.GAP) + each for each in widths[1:last])
     reason = explained * (len(screen.GAP) + min(LEGIBLE, widths[last]))
-    breaks: tuple[int, ...] = ()
-    names = _names(found, width - fixed - reason)
-    if max(map(len, names)) > width - fixed - reason:
-        breaks, names = (last,), _names(found, width - fixed)
-    if max(map(len, names)) > width - fixed:
-        breaks, names = (1,), _names(found, width)
+    labels, several = named({one.name for one in found}), len({one.study for one in found}) > 1
+    names = [f"{one.study}/" * several + labels[one.name] for one in found]
+    longest = max(map(len, names))
+    breaks = (1,) if longest > width - fixed else (last,) if longest > width - fixed - reason else ()
     shown = slice(None) if explained else slice(last)
     head, *body = ((name, *text[1:])[shown] for name, text in zip(["run", *names], texts, strict=True))
     return screen.table(head, body, width, flexible=(last, 0), firm=(0,), breaks=breaks, rule=False)
@@ -112,15 +110,6 @@ def _table(found: Sequence[Row], width: int) -> list[str]:
 def _reason(one: Row) -> str:
     """In one line; nothing of a run that is done: its steps stand beside it."""
     return "" if re.fullmatch(r"\d+ steps?", one.reason) else " ".join(one.reason.split())
-
-
-def _names(found: Sequence[Row], room: int) -> list[str]:
-    several = len({one.study for one in found}) > 1
-    studies = [f"{one.study}/" * several for one in found]
-    labels = named({one.name for one in found})
-    if len(found) == 1:  # there is nothing that it must be told from
-        labels = {one.name: screen.shorten(one.name, max(room, LEGIBLE)) for one in found}
-    return [study + labels[one.name] for study, one in zip(studies, found, strict=True)]
 
 
 def _groups(found: Iterable[Row]) -> list[str]:

@@ -146,10 +146,9 @@ JUDGED = (
 
 
 def _made() -> str:
-    git = provenance.git_facts(provenance.PACKAGE.parent) or {}
-    version = provenance.versions(())["harness"]
+    git = provenance.git_facts(provenance.PACKAGE.parent)
     commit = f", commit {git['sha'][:12]}{' with local changes' * git['dirty']}" if git else ""
-    return f"{datetime.now(UTC).isoformat(timespec='seconds')} by harness {version}{commit}"
+    return f"{datetime.now(UTC).isoformat(timespec='seconds')} by harness {provenance.versions(())['harness']}{commit}"
 
 
 def _verdicts(study: Study) -> Table:

@@ -76,10 +76,9 @@ def _keys(configs: Mapping[Any, Flat]) -> list[str]:
 def _implied(key: str, found: Sequence[str], every: Sequence[Flat]) -> bool:
     group = key.split(".")[0]
     leader = next((each for each in LEADING if each in found and each.split(".")[0] == group), None)
-    if leader is None or leader == key:
-        return False
     values: dict[str, str] = {}
-    return all(values.setdefault(str(own.get(leader)), str(own.get(key))) == str(own.get(key)) for own in every)
+    said = ((str(own.get(str(leader))), str(own.get(key))) for own in every)
+    return leader not in (None, key) and all(values.setdefault(lead, value) == value for lead, value in said)
 
 
 def _label(own: Flat, keys: Sequence[str]) -> str:

@@ -50,16 +50,9 @@ def opened(folder: Path, mode: str, *, live: bool = False, **arguments: Any) -> 
     private_folder(folder / "wandb")
     asked = os.environ.pop(VARIABLE, None)  # `mode` has been made of it; wandb would read it again, and refuse OFFLINE
     try:
-        settings = wandb.Settings(
-            console="off",
-            silent=True,
-            disable_git=True,
-            save_code=False,
-            init_timeout=LOGIN_TIMEOUT_S,
-            x_disable_stats=not live,
-        )
-        arguments |= {"mode": mode, "dir": str(folder), "resume": "allow", "settings": settings}
-        run = wandb.init(**arguments)
+        quiet: Any = {"console": "off", "silent": True, "disable_git": True, "save_code": False}
+        settings = wandb.Settings(**quiet, init_timeout=LOGIN_TIMEOUT_S, x_disable_stats=not live)
+        run = wandb.init(**arguments, mode=mode, dir=str(folder), resume="allow", settings=settings)
     except Exception as error:
         raise WandbFailed(_told(error)) from error
     finally:

@@ -93,13 +93,11 @@ def distance(found: Verdict) -> Distance:
 
 
 def _point(arm: Mapping[str, Any], control: Mapping[str, Any], allowed: float | str | None) -> dict[str, float]:
-    point: dict[str, float] = {}
-    loss, held = arm.get("loss"), control.get("loss")
-    if loss is not None and held:
-        point["parity/loss_difference"] = (loss - held) / abs(held)
-    if isinstance(allowed, float):
-        point |= {"parity/loss_allowed": allowed, "parity/loss_allowed_below": -allowed}
-    norm, held = arm.get("grad_norm"), control.get("grad_norm")
-    if norm is not None and held:
-        point["parity/grad_norm_ratio"] = norm / held
+    point = (
+        {"parity/loss_allowed": allowed, "parity/loss_allowed_below": -allowed} if isinstance(allowed, float) else {}
+    )
+    if arm.get("loss") is not None and (held := control.get("loss")):
+        point["parity/loss_difference"] = (arm["loss"] - held) / abs(held)
+    if arm.get("grad_norm") is not None and (held := control.get("grad_norm")):
+        point["parity/grad_norm_ratio"] = arm["grad_norm"] / held
     return point

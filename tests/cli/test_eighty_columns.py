@@ -142,7 +142,7 @@ test_a_mutant_is_found = finds(
         names give way: A long reason takes the room of a run's name
             launch.watch._table: firm=(0,), =>
         everything in a line: A long name is cut for a column
-            launch.watch._table: breaks, names = (1,), => _, names = (),
+            launch.watch._table: breaks = (1,) if => breaks = () if
     """,
     test_a_verdict_keeps_what_tells_arms_apart="""
         an arm for a check: The name of an arm is cut for the name of a check
