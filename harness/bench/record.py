@@ -12,11 +12,9 @@ from harness.store import checksums, provenance, status
 from harness.store.identity import repeated
 from harness.store.labels import strategy_of
 from harness.store.metrics import read_metrics
-from harness.store.reading import checked
 from harness.store.results import results
-from harness.store.rundir import CONFIG, RunDir, read_summary
+from harness.store.rundir import RunDir, read_summary
 from harness.store.screen import counted
-from harness.store.shapes import TIMED
 from harness.store.status import State
 
 PARTS = ("data_s", "forward_s", "backward_s", "optimizer_s", "other_s", "exposed_comm_s")
@@ -55,9 +53,8 @@ def load(path: Path) -> Process | str:
         return "never started" if state is None else f"{state.state.value}: {state.reason}"
     if damaged := checksums.damage(path, *checksums.TOLD):
         return f"done, but its record is damaged: {'; '.join(damaged.values())}"
-    config = checked(run.config(), TIMED, str(run.path / CONFIG))
-    summary, lines = read_summary(run), read_metrics(run.metrics)
-    if summary is None or len(lines) != config["train"]["steps"] or summary.get("load") is None:
+    config, summary, lines = run.config(), read_summary(run), read_metrics(run.metrics)
+    if summary is None or len(lines) != run.setting("train.steps") or summary.get("load") is None:
         return "done, but its record is not whole"
     try:
         return Process(config, provenance.read(path), _facts(run, config, summary, lines))

@@ -130,12 +130,8 @@ class RunDir:
         return lock
 
     def adopt(self, cell: CellLike) -> None:
-        """Replace cluster, launch, wandb, notes and study for the next attempt. Raises `StoreError`: the cell is
-        another run."""
-        present = self.config()
-        if identity.signature(cell.config) != identity.signature(present):
-            raise StoreError(f"{self.path} holds another configuration")
-        if cell.config != present:
+        """Replace cluster, launch, wandb, notes and study for the next attempt."""
+        if cell.config != self.config():
             write_atomic(self.path / CONFIG, _dump(cell.config))
             write_atomic(self.path / "overrides.txt", _lines(cell.overrides))
 
@@ -191,12 +187,7 @@ class Store:
 
     def path_of(self, cell: CellLike) -> Path:
         """Folder of a cell's run: the one of its signature, whatever name it was begun under."""
-        study = identity.study_name(cell.config)
-        better = identity.slug(study) or "my_study"
-        if study != better:
-            valid = f"lower-case letters, digits, '_', '.' and '-', such as {better!r}"
-            raise StoreError(f"study.name={study!r} names a folder: use {valid}")
-        usual = self.root / study / identity.directory_name(cell.config)
+        usual = self.root / identity.study_name(cell.config) / identity.directory_name(cell.config)
         if usual.exists():
             return usual
         end = usual.name[-1 - identity.SHORT :]

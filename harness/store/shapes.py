@@ -112,17 +112,6 @@ CONFIG: Shape = {
     "notes?": str,
 }
 """No key is required: versions differ in their settings (`RunDir.setting` reports missing ones)."""
-TIMED: Shape = {
-    **dict.fromkeys(("data", "optimizer", "numerics", "nccl_ub", "sharp"), dict),
-    "model": {"name": str},
-    "engine": {"name": str},
-    "sharding": {"strategy": str, "outer": str},
-    "dtype": {"name": str},
-    "mesh": {"world_size": int, "dp_outer": int},
-    "train": {"steps": int, "replicate": int},
-    "measure": {"mode": str, "warmup_steps": int},
-    "cluster": {"device": str},
-}
 _OWN: Shape = {"kind": str, "name": str, "root": str, "files": Each(list, str), "digest": str}
 PROVENANCE: Shape = {
     "sources_digest?": str,

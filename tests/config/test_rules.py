@@ -131,9 +131,6 @@ measure=trace measure.trace_ranks=[2] | measure.trace_ranks | numbers from 0 to 
 measure=trace measure.trace_ranks=[] | measure.trace_ranks | names no rank |
 measure.trace_ranks=null | measure.trace_ranks | measure=trace |
 measure.validation_batches=2 | measure.validation_batches | measure.validate_every=10 |
-measure.validate_every=5 data=synthetic data.num_sequences=320 | measure.validate_every | data=synthetic has 20
-    batches of train.global_batch_size=16, of which train.steps=20 uses 20, and
-    measure.validation_batches=1 are to be held out |
 engine=ddp engine.prefetch=1 | engine.prefetch | engine=native | engine.prefetch=0
 measure=bench measure.callbacks=[tests.own.parts:Plain] | measure.callbacks | measure=default |
 measure=trace measure.memory_snapshot=true | measure.memory_snapshot | cluster.device=cuda |

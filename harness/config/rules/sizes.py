@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import astuple, replace
 from typing import Any
 
-from harness.config.data_source import SourceFacts, describe, held_out_batches, inspect
+from harness.config.data_source import SourceFacts, describe, inspect
 from harness.config.derived import data_ranks
 from harness.config.doc import settings
 from harness.config.errors import Violation
@@ -186,23 +186,6 @@ def source_fills_a_batch(request: Request) -> Iterator[Violation]:
             f"fewer than one global batch, train.global_batch_size={batch}",
             fix=f"{more}, a shorter data.seq_len or a smaller train.global_batch_size",
         )
-
-
-@rule(*_READS, "train.global_batch_size", "train.steps", "measure.validate_every", "measure.validation_batches")
-def held_out_data_is_left(request: Request) -> Iterator[Violation]:
-    config = request.config
-    if not config.measure.validate_every:
-        return
-    if path := config.measure.validation_path:
-        config = replace(config, data=replace(config.data, path=path))
-    facts = _facts(config)
-    try:
-        if isinstance(facts, str):
-            raise ValueError(facts)
-        if isinstance(facts, SourceFacts):
-            held_out_batches(config, facts.num_sequences)
-    except ValueError as error:
-        yield request.wrong("measure.validate_every", str(error), fix="measure.validate_every=0")
 
 
 @rule(*_READS, "model.vocab_size")
