@@ -53,14 +53,7 @@ class Capabilities:
     """Adapter class, as `module:Class`; None: `engine.adapter` names it (ext)."""
     package: str | None = None
     """Distribution needed beyond this project's own dependencies, as `name==version`."""
-    build_isolation: bool = True
-    """False if the build of `package` needs installed packages (--no-build-isolation)."""
     settings: tuple[str, ...] = ()
-
-    @property
-    def install(self) -> str:
-        flags = "" if self.build_isolation else "--no-deps --no-build-isolation "
-        return f"pip install {flags}{self.package}"
 
 
 _GROUP = declared_in(EngineOptions)
@@ -161,7 +154,6 @@ class EngineName(Choice):
             idle_parameters=False,
             keeps_idle_gradients=(Strategy.optim_grads_params,),
             package="deepspeed==0.19.8",
-            build_isolation=False,
         ),
     )
     single = (

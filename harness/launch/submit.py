@@ -9,14 +9,12 @@ import shlex
 import signal
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from itertools import groupby
 
 from harness.config.compose import Cell
 from harness.config.errors import refuse
 from harness.config.rank_environment import run_environment
 from harness.config.schema import Rerun
-from harness.launch.local.pool import exit_code, listening, run_here, timing
+from harness.launch.local.pool import exit_code, listening, run_here
 from harness.launch.local.ranks import rank_environment
 from harness.launch.local.run import EXIT_CODES, Ended, run_inline
 from harness.launch.opening import Action, Decision, Opened, Sources, in_blocks, is_timed, look, open_here
@@ -80,12 +78,10 @@ class _Request:
         return code
 
     def _run_local(self, cells: Sequence[Cell]) -> list[int]:
-        """In the order of `in_blocks`: timed ones last, while no other request times."""
         codes: list[int] = []
         with listening() as asked:
-            for are_timed, some in groupby(cells, key=is_timed):
-                with timing(asked, self._terminal.line) if are_timed else nullcontext():
-                    codes += [code for cell in some for code in ([] if asked else self._try(cell, asked))]
+            for cell in cells:
+                codes += [] if asked else self._try(cell, asked)
         return [*codes, 130 if signal.SIGINT in asked else 75] if asked else codes
 
     def _try(self, cell: Cell, asked: Sequence[signal.Signals]) -> list[int]:

@@ -31,13 +31,6 @@ COSTS = (
     ("Memory: CUDA's allocator, peak of the step", ("train/memory/allocated",), "bytes, rank 0"),
     ("Memory: resident set", ("train/memory/rss",), "bytes, rank 0"),
 )
-BARS = (
-    ("Median step time", "result/step_time_s", "seconds"),
-    ("Peak tensor memory", "result/peak_bytes", "bytes"),
-    ("Peak resident set", "result/rss_bytes", "bytes, rank 0"),
-    ("Sent in the last step", "result/sent_bytes", "bytes, rank 0"),
-    ("Share of the bound that the farthest check used", "parity/margin", "1 is the bound"),
-)
 COLUMNS = ("parity/verdict", "parity/tier", "parity/margin", "result/state", "result/peak_bytes", "result/sent_bytes")
 
 
@@ -56,7 +49,7 @@ def dashboard(entity: str, project: str, study: str, arms: Mapping[str, str | No
         name=f"Parity of {study}",
         sections=[
             ws.Section(name="Is it still the same run?", panels=_parity(drawn), is_open=True, pinned=True),
-            ws.Section(name="What did it cost?", panels=_cost(), is_open=True),
+            ws.Section(name="What did it cost?", panels=[_curve(each, []) for each in COSTS], is_open=True),
         ],
         settings=ws.WorkspaceSettings(x_axis=STEP, max_runs=max(1, min(MOST_RUNS, len(arms)))),
         runset_settings=ws.RunsetSettings(
@@ -73,13 +66,6 @@ def _parity(arms: Sequence[str]) -> list[Any]:
     band = [f"{arm}:{name}" for arm in arms for name in BAND]
     curves = [_curve(each, band if set(BAND) <= set(each[1]) else []) for each in CURVES]
     return [*curves, WeavePanelSummaryTable(table_name=VERDICTS, layout=Layout(w=24, h=10))]
-
-
-def _cost() -> list[Any]:
-    from wandb_workspaces.reports.v2.interface import BarPlot
-
-    bars = [BarPlot(title=title, metrics=[metric], title_x=unit) for title, metric, unit in BARS]
-    return [*(_curve(each, []) for each in COSTS), *bars]
 
 
 def _curve(chart: tuple[str, Sequence[str], str], band: Sequence[str]) -> Any:

@@ -12,13 +12,11 @@ from pathlib import Path
 import pytest
 
 from harness.config.compose import Cell
-from harness.launch.local import pool as pool_module
 from harness.launch.local.pool import listening
 from harness.launch.opening import Sources, in_blocks, look
 from harness.launch.submit import submit
 from harness.launch.terminal import Terminal
 from harness.store.errors import StoreError
-from harness.store.files import Lock, is_held
 from harness.store.rank_place import STOP_SIGNALS
 from harness.store.rundir import Store
 from tests.launch.cells import fake_ranks, make_cell
@@ -70,38 +68,19 @@ def test_the_order_follows_from_the_seed_and_from_each_cell_alone(tmp_path: Path
 def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Lines that were printed of requests whose runs end by themselves."""
     fake_ranks(monkeypatch, "done|done")
-    monkeypatch.setattr(pool_module, "TIMING", tmp_path / "timing.lock")
     return []
 
 
-class Out(io.StringIO):
-    """What is printed; `other` is released where a request says that it waits for it."""
-
-    other: Lock | None = None
-
-    def write(self, text: str) -> int:
-        if self.other is not None and "waits: " in text:
-            self.other.release()
-        return super().write(text)
-
-
-def carried_out(cells: Sequence[Cell], lines: list[str], other: Lock | None = None) -> int:
-    out = Out()
-    out.other = other
+def carried_out(cells: Sequence[Cell], lines: list[str]) -> int:
+    out = io.StringIO()
     code = submit(cells, Terminal(out))
     lines[:] = out.getvalue().splitlines()
     return code
 
 
-def test_timed_runs_of_two_requests_take_turns_and_an_interrupted_study_goes_on(
-    tmp_path: Path, asked: list[str]
-) -> None:
+def test_an_interrupted_study_goes_on(tmp_path: Path, asked: list[str]) -> None:
     cells = in_blocks([timed(tmp_path, f"train.replicate={n}") for n in range(2)])
-    other = Lock.acquire(tmp_path / "timing.lock")
-    assert other is not None
-    assert carried_out(cells[:1], asked, other) == 0
-    assert asked[0] == "waits: another request times runs on this machine"
-    assert not is_held(tmp_path / "timing.lock"), "given back"
+    assert carried_out(cells[:1], asked) == 0
     assert carried_out(cells, asked) == 0
     runs = [Store(tmp_path).path_of(cell) for cell in cells]
     assert [line for line in asked if line.endswith(": done")] == [f"cell 1 of 2  {runs[0]}: done"]

@@ -35,13 +35,9 @@ def wandb_can_start(request: Request) -> Iterator[Violation]:
 
 @rule()
 def engine_is_installed(request: Request) -> Iterator[Violation]:
-    engine = request.config.engine.name
-    can = request.can
-    wanted = can.package
-    if wanted is None:
-        return
-    name, _, version = wanted.partition("==")
-    found = versions((name,)).get(name)
+    name, _, version = (request.can.package or "").partition("==")
+    found = versions((name,)).get(name) if name else ""
     if found != version:
-        problem = f"needs {wanted}; " + (f"{name} {found} is installed" if found else f"{name} is not installed")
-        yield Violation(f"engine={engine.name}", problem, fix=f"make peers, or {can.install}")
+        problem = f"needs {request.can.package}; {name} {found or 'is not'} {'is ' * bool(found)}installed"
+        fix = f"make peers, or pip install {request.can.package}"
+        yield Violation(f"engine={request.config.engine.name.name}", problem, fix=fix)

@@ -1,15 +1,12 @@
-"""Runs on this machine, one after another, with one handler of signals; timed ones of all requests take turns."""
+"""Runs on this machine, one after another, with one handler of signals."""
 
 from __future__ import annotations
 
-import os
 import signal
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from types import FrameType
 
 from harness.launch.local.run import Ended, LocalRun
@@ -20,7 +17,6 @@ from harness.store.files import Lock
 from harness.store.rank_place import STOP_SIGNALS, stop_reason
 
 TICK_S = 0.1
-TIMING = Path(tempfile.gettempdir(), f"sharding-harness-{os.getuid()}.lock")
 
 
 @contextmanager
@@ -47,21 +43,6 @@ def listening() -> Iterator[list[signal.Signals]]:
     finally:
         for number, earlier in before.items():
             signal.signal(number, earlier)
-
-
-@contextmanager
-def timing(asked: Sequence[signal.Signals], say: Callable[[str], None]) -> Iterator[None]:
-    """Wait until no other request times runs on this machine, or until asked to stop; none does within."""
-    lock = Lock.acquire(TIMING)
-    if lock is None:
-        say("waits: another request times runs on this machine")
-    while lock is None and not asked:
-        lock = Lock.acquire(TIMING, timeout_s=TICK_S)
-    try:
-        yield
-    finally:
-        if lock is not None:
-            lock.release()
 
 
 def run_here(opened: Opened, lock: Lock, listener: Listener, asked: Sequence[signal.Signals]) -> Ended:
