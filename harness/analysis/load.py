@@ -91,7 +91,13 @@ def _run_row(run: RunDir) -> tuple[dict[str, Any], dict[str, Any]]:
         row |= {column: config.get(key) for column, key in SETTINGS.items()}
         row |= {"mesh": mesh_of(config), "microbatches": _microbatches(config)}
         checksums.demand(run.path, *checksums.TOLD)
-        row |= _origin(provenance.read(run.path)) | results(run)
+        origin = provenance.read(run.path)
+        row |= {"sources": origin.get("sources_digest"), "commit": (origin.get("git") or {}).get("sha")}
+        row |= {
+            "cpu_model": origin.get("cpu_model"),
+            "torch": (origin.get("versions") or {}).get("torch"),
+            **results(run),
+        }
     except StoreError as error:
         row |= {"state": DAMAGED, "reason": str(error)}
     return row, config
@@ -103,15 +109,6 @@ def _microbatches(config: Mapping[str, Any]) -> int | None:
         return int(config["train.global_batch_size"] // max(1, config["train.microbatch_size"] * ranks))
     except (KeyError, TypeError):
         return None
-
-
-def _origin(origin: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "sources": origin.get("sources_digest"),
-        "commit": (origin.get("git") or {}).get("sha"),
-        "cpu_model": origin.get("cpu_model"),
-        "torch": (origin.get("versions") or {}).get("torch"),
-    }
 
 
 def mesh_of(config: Mapping[str, Any]) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from harness.store import checksums, provenance, status
+from harness.store.errors import StoreError
 from harness.store.identity import repeated
 from harness.store.labels import strategy_of
 from harness.store.metrics import read_metrics
@@ -43,21 +44,24 @@ class Process(NamedTuple):
 
 
 def load(path: Path) -> Process | str:
-    """A timed run, or why it cannot be used: not done, or an incomplete record.
-
-    Raises `StoreError`: the run's directory is malformed.
-    """
+    """A timed run, or why it cannot be used: not timed, not done, or an incomplete or damaged record."""
     run = RunDir(path)
-    state = status.effective(path)
-    if state is None or state.state is not State.done:
-        return "never started" if state is None else f"{state.state.value}: {state.reason}"
-    if damaged := checksums.damage(path, *checksums.TOLD):
-        return f"done, but its record is damaged: {'; '.join(damaged.values())}"
-    config, summary, lines = run.config(), read_summary(run), read_metrics(run.metrics)
-    if summary is None or len(lines) != run.setting("train.steps") or summary.get("load") is None:
-        return "done, but its record is not whole"
     try:
+        state = status.effective(path)
+        if state is None:
+            return "never started"
+        if run.setting("measure.mode") != "bench":
+            return "not timed: measure.mode=record"
+        if state.state is not State.done:
+            return f"{state.state.value}: {state.reason}"
+        if damaged := checksums.damage(path, *checksums.TOLD):
+            return f"done, but its record is damaged: {'; '.join(damaged.values())}"
+        config, summary, lines = run.config(), read_summary(run), read_metrics(run.metrics)
+        if summary is None or len(lines) != config["train"]["steps"] or summary.get("load") is None:
+            return "done, but its record is not whole"
         return Process(config, provenance.read(path), _facts(run, config, summary, lines))
+    except StoreError as error:
+        return str(error)
     except (LookupError, TypeError, ValueError) as error:
         return f"done, but its record is damaged: {error!r}"
 

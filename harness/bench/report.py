@@ -13,11 +13,9 @@ from harness.bench.record import PARTS, Facts, Process, load, median
 from harness.bench.stats import Interval, median_ratio, spread
 from harness.config.errors import refuse
 from harness.config.words import ask_again
-from harness.store.errors import StoreError
 from harness.store.labels import labels
 from harness.store.metrics import plain
 from harness.store.provenance import sources_digest
-from harness.store.rundir import RunDir
 from harness.store.study import read_study
 
 SAME = ("cpu_model", "device", "cpu_capability", "threads_per_rank", "hosts", "backend")
@@ -55,7 +53,7 @@ def report(root: Path | str, study: str) -> Report:
 
         raise unknown(f"bench {study}", Path(root), study)
     folder = Path(root) / study
-    loaded = {cell["signature"]: _load(folder / cell["directory"]) for cell in record["cells"]}
+    loaded = {cell["signature"]: load(folder / cell["directory"]) for cell in record["cells"]}
     if all(isinstance(found, str) for found in loaded.values()):
         reasons = "; ".join(sorted({str(found) for found in loaded.values()}))
         raise refuse(
@@ -79,17 +77,6 @@ def report(root: Path | str, study: str) -> Report:
         notes=list(_notes(processes)),
         mixed=list(_mixed(processes)),
     )
-
-
-def _load(path: Path) -> Process | str:
-    if not (path / "config.yaml").exists():
-        return "never started"
-    try:
-        if RunDir(path).setting("measure.mode") != "bench":
-            return "not timed: measure.mode=record"
-        return load(path)
-    except StoreError as error:
-        return str(error)
 
 
 def _references(cells: Iterable[Mapping[str, Any]], loaded: Mapping[str, Process | str]) -> dict[str, str]:

@@ -7,7 +7,6 @@ what Hydra composed of them.
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Iterator
 from typing import Any, cast
@@ -60,7 +59,8 @@ def check_hydra(hydra: Any, *, multirun: bool) -> None:
         for part in OF_JOBS[1:]
         if (choice := hydra.runtime.choices[f"hydra/{part}"]) != "none" and not (multirun and by_hydra)
     ]
-    usual, present = _usual(), flatten(node)
+    usual = flatten((read_yaml(ROOT / "conf" / "config.yaml", Maybe(dict)) or {})["hydra"])
+    present = flatten(node)
     for key in usual.keys() & present.keys():
         part = key.partition(".")[0]
         if present[key] != usual[key] and not (part in OF_JOBS and multirun and by_hydra):
@@ -94,11 +94,6 @@ def _plain(hydra: Any) -> dict[str, Any]:
     """Values of a `hydra` node on which jobs depend, with references as written."""
     parts = OmegaConf.masked_copy(hydra, ["run", "sweep", "output_subdir", *CARRIERS])
     return cast(dict[str, Any], OmegaConf.to_container(parts, resolve=False))
-
-
-@functools.cache
-def _usual() -> dict[str, Any]:
-    return flatten((read_yaml(ROOT / "conf" / "config.yaml", Maybe(dict)) or {})["hydra"])
 
 
 def _of_a_set(subject: str, part: str) -> Violation:

@@ -234,7 +234,12 @@ def cancel(store: Store, ref: str, terminal: Terminal | None = None) -> int:
     """
     terminal = terminal or Terminal()
     scheduler = probe()
-    living = [(run, found) for run in runs_of(store, ref) if (found := _alive(run, scheduler)) is not None]
+    living = []
+    for run in runs_of(store, ref):
+        found = status.effective(run.path, scheduler)
+        ended = found is not None and found.keeper is Keeper.process and found.state is State.preempted
+        if found is not None and found.state in MOVING and not ended:
+            living.append((run, found))
     if not living:
         terminal.line(f"nothing to cancel: no run of {ref} is queued or running")
         return 0
@@ -249,13 +254,6 @@ def cancel(store: Store, ref: str, terminal: Terminal | None = None) -> int:
     for run, _ in living:
         terminal.line(f"{run.path}: {'does not end' if run in left else 'cancelled'}")
     return int(bool(left))
-
-
-def _alive(run: RunDir, scheduler: Scheduler | None) -> Status | None:
-    found = status.effective(run.path, scheduler)
-    if found is None or found.state not in MOVING:
-        return None
-    return None if found.keeper is Keeper.process and found.state is State.preempted else found
 
 
 def _cancel_jobs(living: Sequence[tuple[RunDir, Status]], scheduler: Scheduler | None) -> None:

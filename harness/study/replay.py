@@ -10,7 +10,7 @@ from typing import Any
 
 from harness.config.compose import Cell, composed, freeze, plain
 from harness.config.errors import BadRequest
-from harness.config.overrides import Word, check_overrides
+from harness.config.overrides import check_overrides
 from harness.config.typed import load_config, put
 from harness.store import checksums
 from harness.store.rundir import CONFIG, Store
@@ -38,7 +38,9 @@ def replay(frozen: dict[str, Any], earlier: Sequence[str], overrides: Sequence[s
     for word in words:
         if not word.is_group:
             put(values, word.key, word.parsed[0])
-    kept = [text for text in earlier if not text.startswith("run.") and not _overridden(text, words)]
+    keys = {word.key for word in words} | {"run"}
+    inside = tuple(f"{word.key}." for word in options) + ("run.",)
+    kept = [text for text in earlier if text.partition("=")[0] not in keys and not text.startswith(inside)]
     return freeze(values, overrides, earlier=kept)
 
 
@@ -69,8 +71,3 @@ def replay_run(reference: str, overrides: Sequence[str]) -> Cell:
             named = [replace(each, subject=f"{file}: {each.subject}", fix=fix) for each in strange.violations]
             raise BadRequest(named) from error
         raise
-
-
-def _overridden(text: str, words: Sequence[Word]) -> bool:
-    key = text.partition("=")[0]
-    return any(key == word.key or (word.is_group and key.startswith(f"{word.key}.")) for word in words)

@@ -13,7 +13,6 @@ import time
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 from torch.distributed import FileStore, Store, TCPStore, rendezvous  # type: ignore[attr-defined] # undeclared
 
@@ -44,7 +43,12 @@ def meet(
         store = served = TCPStore(host, 0, place.world_size, is_master=True, timeout=limit, wait_for_workers=False)
         write_json(path, {"host": host, "port": served.port})
     else:
-        found = _await_address(path, place, timeout_s)
+        deadline = time.monotonic() + timeout_s
+        while (found := read_json(path)) is None:
+            if time.monotonic() >= deadline:
+                what = f"waited {timeout_s:g} s for rank 0 to publish {path}; see rank 0's log"
+                raise TimeoutError(f"rank {place.rank} {what}")
+            time.sleep(0.02)
         host = found["host"]
         store = TCPStore(host, found["port"], place.world_size, is_master=False, timeout=limit)
     store.set_timeout(limit)
@@ -61,16 +65,6 @@ def _own_address(environment: Mapping[str, str]) -> str:
         told = ""
     found = re.search(r"\bNodeAddr=(\S+)", told)
     return socket.gethostbyname(found[1] if found else socket.gethostname())
-
-
-def _await_address(path: Path, place: RankPlace, timeout_s: float) -> dict[str, Any]:
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        published: dict[str, Any] | None = read_json(path)
-        if published is not None:
-            return published
-        time.sleep(0.02)
-    raise TimeoutError(f"rank {place.rank} waited {timeout_s:g} s for rank 0 to publish {path}; see rank 0's log")
 
 
 def is_one_host(place: RankPlace, environment: Mapping[str, str]) -> bool:

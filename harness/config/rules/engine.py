@@ -47,7 +47,8 @@ def the_engine_has_these_choices(request: Request) -> Iterator[Violation]:
         if request.value(path) not in valid:
             names = ", ".join(each.name for each in valid if each is not None)
             nearest = valid[-1 if path == "numerics.mode" else 0]
-            fix = f"{_as_override(path, nearest)}, or engine=native"
+            group, _, field = path.partition(".")
+            fix = f"{group if field in ('mode', 'strategy') else path}={as_typed(nearest)}, or engine=native"
             yield request.wrong(path, f"engine={config.engine.name.name} {problem}", names, fix)
 
 
@@ -242,11 +243,6 @@ prefetched_units_have_room = refusal(
     "engine.prefetch=1, or engine.double_buffer=false nccl_ub=none",
     reads="engine.double_buffer engine.prefetch",
 )
-
-
-def _as_override(path: str, value: Any) -> str:
-    group, _, field = path.partition(".")
-    return f"{group if field in ('mode', 'strategy') else path}={as_typed(value)}"
 
 
 @rule("model.skip_idle")
