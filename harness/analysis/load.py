@@ -93,11 +93,8 @@ def _run_row(run: RunDir) -> tuple[dict[str, Any], dict[str, Any]]:
         checksums.demand(run.path, *checksums.TOLD)
         origin = provenance.read(run.path)
         row |= {"sources": origin.get("sources_digest"), "commit": (origin.get("git") or {}).get("sha")}
-        row |= {
-            "cpu_model": origin.get("cpu_model"),
-            "torch": (origin.get("versions") or {}).get("torch"),
-            **results(run),
-        }
+        row |= {"cpu_model": origin.get("cpu_model"), "torch": (origin.get("versions") or {}).get("torch")}
+        row |= results(run)
     except StoreError as error:
         row |= {"state": DAMAGED, "reason": str(error)}
     return row, config

@@ -39,7 +39,7 @@ def replay(frozen: dict[str, Any], earlier: Sequence[str], overrides: Sequence[s
         if not word.is_group:
             put(values, word.key, word.parsed[0])
     keys = {word.key for word in words} | {"run"}
-    inside = tuple(f"{word.key}." for word in options) + ("run.",)
+    inside = ("run.", *(f"{word.key}." for word in options))
     kept = [text for text in earlier if text.partition("=")[0] not in keys and not text.startswith(inside)]
     return freeze(values, overrides, earlier=kept)
 
