@@ -84,9 +84,9 @@ def _facts(
         "strategy": strategy_of(config),
         "dtype": config["dtype"]["name"],
         "ranks": ranks,
-        "step_s": [_number(line["step_time_s"]) for line in timed],
+        "step_s": [float(line["step_time_s"]) for line in timed],
         "parts": {part: median([line["time"].get(part) for line in timed]) for part in PARTS},
-        "tokens": _number(timed[-1]["tokens"]),
+        "tokens": int(timed[-1]["tokens"]),
         "loss": found["final_loss"],
         "comm": timed[-1]["comm"],
         **{f"{each}_bytes": max(followed[each]) if each in followed else None for each in STORAGE},
@@ -97,12 +97,6 @@ def _facts(
         "others_cores": busy["others_cores"],
         "disturbance": ", ".join(disturbed),
     }
-
-
-def _number(value: Any) -> Any:
-    if value is None:
-        raise ValueError("a step has no time, or no tokens")
-    return value
 
 
 def median(values: Sequence[float | None]) -> float | None:

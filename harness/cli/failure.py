@@ -34,7 +34,8 @@ def explained(error: Exception) -> str:
     if isinstance(error, StoreError):
         return f"{'busy' if isinstance(error, Busy) else 'refused'}:\n  {error}"
     if isinstance(error, OSError) and not isinstance(error, HydraException):  # a missing option of Hydra's is both
-        return f"bad request:\n  {_of_the_machine(error)}"
+        told = f"{error.filename}: {error.strerror}" if error.filename else error.strerror or str(error)
+        return f"bad request:\n  {told}"
     return str(explain(error))
 
 
@@ -59,15 +60,6 @@ def listen_to_interrupts() -> None:
     here = threading.current_thread() is threading.main_thread()
     if here and signal.getsignal(signal.SIGINT) not in (signal.SIG_IGN, signal.default_int_handler):
         signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def _of_the_machine(error: OSError) -> str:
-    if isinstance(error, FileNotFoundError) and error.filename is None:
-        try:
-            os.getcwd()
-        except FileNotFoundError:
-            return "the working directory is gone; change to another one (cd)"
-    return f"{error.filename}: {error.strerror}" if error.filename else error.strerror or str(error)
 
 
 @dataclass

@@ -26,16 +26,9 @@ from harness.store.identity import repeated
 from harness.store.rundir import CONFIG, RunDir, Store
 from harness.store.status import RESTARTS, JobProbe, Keeper, State, Status
 
-
-class Action(Enum):
-    skip = "skip"
-    """The cell is done: start nothing."""
-    leave = "leave"
-    """Somebody runs it already, or will."""
-    start = "start"
-    """A new attempt, from the newest checkpoint if there is one."""
-    start_over = "start over"
-    """A new attempt from step 0; the earlier record is moved aside."""
+Action = Enum("Action", {"skip": "skip", "leave": "leave", "start": "start", "start_over": "start over"})
+"""skip: the cell is done. leave: somebody runs it already, or will. start: a new attempt, from the newest checkpoint if
+there is one. start_over: a new attempt from step 0; the earlier record is moved aside."""
 
 
 @dataclass(frozen=True)

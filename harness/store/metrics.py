@@ -16,7 +16,7 @@ from contextlib import suppress
 from enum import Enum
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from harness.store.errors import StoreError
 from harness.store.files import write_atomic, write_json
@@ -117,17 +117,11 @@ def iter_metrics(path: Path, shape: Mapping[str, Shape] = STEP) -> Iterator[dict
     if file is None:
         return
     with file:
-        for number, line in _lines(file, path):
-            yield _record(line, f"{path}, line {number}", shape)
-
-
-def _lines(file: BinaryIO, path: Path) -> Iterator[tuple[int, bytes]]:
-    """Complete lines with numbers from 1. Raises `StoreError`: one is too long, as behind a hole."""
-    for number, line in enumerate(iter(partial(file.readline, MAX_LINE), b""), start=1):
-        if line.endswith(b"\n"):
-            yield number, line
-        elif len(line) == MAX_LINE:
-            raise StoreError(f"{path}, line {number} is longer than {MAX_LINE} bytes, as no record of a step is")
+        for number, line in enumerate(iter(partial(file.readline, MAX_LINE), b""), start=1):
+            if line.endswith(b"\n"):
+                yield _record(line, f"{path}, line {number}", shape)
+            elif len(line) == MAX_LINE:  # as behind a hole
+                raise StoreError(f"{path}, line {number} is longer than {MAX_LINE} bytes, as no record of a step is")
 
 
 def _record(line: bytes, where: str, shape: Mapping[str, Shape] = STEP) -> dict[str, Any]:

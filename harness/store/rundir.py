@@ -291,8 +291,7 @@ def _anchored(path: Path | str) -> Path:
     try:
         return Path(path).expanduser().absolute()
     except (OSError, RuntimeError, ValueError) as error:
-        why = "the working directory is gone" if isinstance(error, FileNotFoundError) else str(error)
-        raise StoreError(f"{str(path)!r} leads nowhere: {why}; give an absolute path") from error
+        raise StoreError(f"{str(path)!r} leads nowhere: {error}; give an absolute path") from error
 
 
 def _listed(runs: list[RunDir]) -> str:

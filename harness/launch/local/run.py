@@ -213,9 +213,6 @@ class Tail:
         return [line.decode(errors="replace") for line in whole]
 
 
-STATES = {code: state for state, code in EXIT_CODES.items()}
-
-
 def run_inline(opened: Opened, lock: Lock, listener: Listener) -> Ended:
     """Run an opened attempt of one rank here. Owns `lock` from here on."""
     path, attempt = opened.run.path, opened.attempt
@@ -231,4 +228,5 @@ def run_inline(opened: Opened, lock: Lock, listener: Listener) -> Ended:
             status.move(path, attempt, State.cancelled, reason)
             return Ended(State.cancelled, reason)
         present = opened.run.status()
-    return Ended(STATES[code], present.reason if present is not None else "")
+    state = next(state for state, own in EXIT_CODES.items() if own == code)
+    return Ended(state, present.reason if present is not None else "")
