@@ -85,5 +85,5 @@ def read(path: Path) -> dict[str, Any]:
     except (KeyError, TypeError, ValueError, IndexError, OSError, zipfile.BadZipFile, zlib.error) as error:
         raise StoreError(f"{path} is damaged ({error!r}): {ANEW}") from None
     # What a stream of a run reads of its files when asked, this one has already.
-    vars(stream).update(steps=np.ascontiguousarray(whole[0]), _kept=(kept, np.ascontiguousarray(whole[1])))
+    vars(stream).update(steps=np.ascontiguousarray(whole[0]), kept=(kept, np.ascontiguousarray(whole[1])))
     return {**found, "stream": stream}

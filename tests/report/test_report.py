@@ -11,7 +11,6 @@ import pytest
 
 from harness.cli.main import main
 from harness.store import status
-from harness.store.markdown import code, escaped
 from harness.store.rundir import RunDir
 from harness.store.status import State
 from tests.parity.edits import edit_config
@@ -96,21 +95,6 @@ test_warnings_of_missing_letters_are_found = finds(
             Glyph
     """,
 )
-
-
-@pytest.mark.parametrize("text", ["a`b", "``", "`", " x ", "", "a\nb", "|"])
-def test_code_shows_a_text_as_it_stands(text: str) -> None:
-    shown = code(text)
-    ticks = re.match("`+", shown)
-    assert ticks is not None
-    inner = shown[len(ticks[0]) : -len(ticks[0])]
-    assert inner.strip() == " ".join(text.split())
-    assert ticks[0] not in inner
-
-
-def test_a_sentence_is_no_markup() -> None:
-    assert escaped("a_b *c* <d> [e](f)\n# g | @h") == "a\\_b \\*c\\* \\<d\\> \\[e\\](f) \\# g \\| @\u200bh"
-    assert escaped("&lt;b&gt;") == r"\&lt;b\&gt;", "an entity would be shown as the letter that it stands for"
 
 
 @pytest.mark.parametrize("how", ["relative root", "folder", "run", "other folder"])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -24,7 +25,6 @@ from harness.parity.tiers.gradients import compare_tensor
 from harness.store import checksums, commands, screen
 from harness.store.commands import shown
 from harness.store.labels import named
-from harness.store.markdown import code, escaped, fenced, rows
 from harness.store.screen import fold
 
 MARKS = {Grade.ok: "ok", Grade.doubt: "?", Grade.bad: "BAD"}
@@ -169,9 +169,10 @@ MOST = 20
 
 
 def markdown(verdict: Verdict, title: str) -> str:
-    head = [f"## {code(title)}: {verdict.outcome.value}", escaped(verdict.sentence), OUTCOMES[verdict.outcome]]
-    checks = rows(HEAD, [row(verdict, each) for each in _listed(verdict)])
-    return "\n\n".join([*head, checks, fenced("\n".join(verdict.commands))]) + "\n"
+    """A heading, and the verdict's text in a block, which shows names verbatim, whatever is in them."""
+    told = screen.visible(f"{title}\n\n{text(verdict)}")
+    fence = "`" * (1 + max([2, *(len(run) for run in re.findall(r"`+", told))]))
+    return f"## {verdict.outcome.value}\n\n{fence}\n{told}\n{fence}\n"
 
 
 def junit(verdict: Verdict, title: str) -> str:

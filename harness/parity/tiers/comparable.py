@@ -327,8 +327,8 @@ class _Stepped(Stream):
         return self._scaled(rows, factors, step_columns(self.sketches))
 
     @cached_property
-    def _kept(self) -> tuple[NDArray[np.int64], Float64]:
-        steps, rows = super()._kept
+    def kept(self) -> tuple[NDArray[np.int64], Float64]:
+        steps, rows = super().kept
         return steps, self._scaled(rows, self.factors[steps - 1][:, None], tensor_columns(self.sketches))
 
     def _scaled(self, rows: Float64, factors: Float64, columns: Sequence[str]) -> Float64:
