@@ -112,7 +112,15 @@ def run_verdict(arguments: Namespace) -> int:
         return _beside_history(arguments)
     if arguments.margin or arguments.window:
         raise refuse("--margin and --window", "go with --history; a study has margins of its own", fix="leave them out")
-    found = _judged(arguments)
+    words: list[str] = arguments.words
+    if arguments.control is not None:
+        store = Store(arguments.root)
+        found = against(runs_in(store, words), _found(store, arguments.control))
+    elif len(words) > 1:
+        fix = commands.verb("verdict RUN ... --control RUN")
+        raise refuse(" ".join(["verdict", *words]), f"takes 1 study, not {len(words)}; runs need a control", fix=fix)
+    else:
+        found = verdict(*located(arguments.root, words[0]))
     found = replace(found, arms=tuple(map(scripted, found.arms)))
     return _answer(found, study_text(found), arguments)
 
@@ -148,17 +156,6 @@ def runs_in(store: Store, words: Sequence[str]) -> list[Path]:
         inside = [] if (folder / CONFIG).is_file() else sorted(each.parent for each in folder.glob(f"*/{CONFIG}"))
         found += inside or [store.find(word).path]
     return found
-
-
-def _judged(arguments: Namespace) -> StudyVerdict:
-    words: list[str] = arguments.words
-    if arguments.control is not None:
-        store = Store(arguments.root)
-        return against(runs_in(store, words), _found(store, arguments.control))
-    if len(words) > 1:
-        fix = commands.verb("verdict RUN ... --control RUN")
-        raise refuse(" ".join(["verdict", *words]), f"takes 1 study, not {len(words)}; runs need a control", fix=fix)
-    return verdict(*located(arguments.root, words[0]))
 
 
 def baseline_arguments(parser: ArgumentParser) -> None:

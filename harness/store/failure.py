@@ -40,7 +40,10 @@ class Failure:
 
     @property
     def echo(self) -> bool:
-        return is_echo(self.text)
+        """True if the traceback is only about a lost peer: one of `LOSERS`, with one of `ECHOES`."""
+        message = _message(self.text)
+        kind = message.partition(":")[0].rpartition(".")[2]
+        return kind in LOSERS and ECHOES.search(message) is not None
 
     @property
     def is_hang(self) -> bool:
@@ -48,13 +51,6 @@ class Failure:
 
     def summary(self) -> str:
         return f"rank {self.rank}: {last_line(self.text)}"
-
-
-def is_echo(text: str) -> bool:
-    """True if a traceback is only about a lost peer: one of `LOSERS`, with one of `ECHOES`."""
-    message = _message(text)
-    kind = message.partition(":")[0].rpartition(".")[2]
-    return kind in LOSERS and ECHOES.search(message) is not None
 
 
 def last_line(text: str) -> str:

@@ -45,20 +45,16 @@ def main(run_dir: Path, attempt: int, place: RankPlace | None = None, listener: 
         stop.listen()
         if not place.watched:
             stop.watch_cancel(run_dir, attempt)
-        with _ownership(run_dir, place), reporter.relaying("harness.fsdp"):
+        # one believed lost and its successor must not write side by side
+        alone = place.launcher == "slurm" and place.job and place.rank == 0
+        owned: AbstractContextManager[object] = RunDir(run_dir).lock(timeout_s=10) if alone else nullcontext()
+        with owned, reporter.relaying("harness.fsdp"):
             return _run(RunDir(run_dir), place, reporter, stop)
     except Exception as error:
         reporter.failed(error)
         return FAILED
     finally:
         stop.restore()
-
-
-def _ownership(run_dir: Path, place: RankPlace) -> AbstractContextManager[object]:
-    """Lock of the run, for rank 0 of a job: one believed lost and its successor must not write side by side."""
-    if place.launcher == "slurm" and place.job and place.rank == 0:
-        return RunDir(run_dir).lock(timeout_s=10)
-    return nullcontext()
 
 
 def _run(run: RunDir, place: RankPlace, reporter: Reporter, stop: StopFlag) -> int:

@@ -113,10 +113,10 @@ class Reporter:
             self._tell_cause(text)
 
     def _tell_cause(self, text: str) -> None:
-        deadline = time.monotonic() + ECHO_PATIENCE_S * failure.is_echo(text)
+        found = failure.Failure(self.place.rank, text)
+        deadline = time.monotonic() + ECHO_PATIENCE_S * found.echo
         while time.monotonic() < deadline and all(each.echo for each in failure.collect(self.folder)):
             time.sleep(0.05)
-        found = failure.Failure(self.place.rank, text)
         with contextlib.suppress(OSError, StoreError):
             all_told = failure.collect(self.folder) or [found]
             found = all_told[0]

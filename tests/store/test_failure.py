@@ -23,7 +23,7 @@ TRACE = 'Traceback (most recent call last):\n  File "a.py", line 1, in f\n    x\
     ],
 )
 def test_echoes(message):
-    assert failure.is_echo(TRACE + message + "\n")
+    assert failure.Failure(0, TRACE + message + "\n").echo
 
 
 CAUSES = {
@@ -37,7 +37,7 @@ CAUSES = {
 
 @pytest.mark.parametrize("message", CAUSES)
 def test_causes_are_judged_by_their_end_and_named_by_its_first_line(message):
-    assert not failure.is_echo(TRACE + message)
+    assert not failure.Failure(0, TRACE + message).echo
     assert failure.last_line(TRACE + message) == (CAUSES[message] or message.strip())
 
 

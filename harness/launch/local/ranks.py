@@ -60,18 +60,15 @@ class Rank:
 
     def failure(self) -> Failure | None:
         """Failure of a rank that left no word of it; None if it succeeded, or was killed by us."""
-        if self.code in (None, 0, 75) or self.killed_by_us:
+        if self.code is None or self.code in (0, 75) or self.killed_by_us:
             return None
-        return Failure(self.number, self._exit_report(), self.failed_at)
-
-    def _exit_report(self) -> str:
-        assert self.code is not None
         what, number = f"exited with code {self.code} and no traceback", -self.code
         if number > 0:
             name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
             what = f"killed by {name}" + "; the kernel does this when memory runs out (dmesg tells)" * (number == 9)
         tail = log_tail(self.log)
-        return what + (f"\nlast lines of {self.log}:\n{tail}" if tail else "")
+        text = what + (f"\nlast lines of {self.log}:\n{tail}" if tail else "")
+        return Failure(self.number, text, self.failed_at)
 
 
 def _has_ended(pid: int) -> bool:
