@@ -83,7 +83,7 @@ OPTIONS = {
 """Files of one's own that are no options, and what is said of them."""
 
 
-SECRETS = {"MY_TOKEN": "qwertz-1", "WANDB_API_KEY": "hunter2", "DB_PASSWORD": 'it is "so"'}
+SECRETS = {"MY_TOKEN": "qwertz-1", "WANDB_API_KEY": "hunter22", "DB_PASSWORD": 'it is "so"'}
 
 OF_SECRETS = (
     "notes='x${oc.env:MY_TOKEN}'",
@@ -92,7 +92,7 @@ OF_SECRETS = (
     "model=${oc.env:MY_TOKEN}",
     "ckpt.load=/${oc.env:WANDB_API_KEY}",
     "notes=hf_abcdefghijklmnopqrstuvwx",
-    "cluster.additional={api_token: hunter2}",
+    "cluster.additional={api_token: hunter22}",
 )
 """Requests of which Hydra makes a secret's value, or a rule refuses it."""
 

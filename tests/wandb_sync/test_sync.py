@@ -96,7 +96,7 @@ def test_a_study_is_sent_with_its_verdicts(
     [
         ("sync lab", "", "No API key configured"),
         ("sync lab", "disabled", "sends nothing"),
-        ("sync lab", "so so", "is none of online"),
+        ("sync lab", "so so", "is none of disabled"),
         ("wandb push lab", "", "No API key configured"),
         ("wandb push nope", "offline", "no study of this name was run"),
     ],
