@@ -157,7 +157,8 @@ SLIPS = slips(
         update:
         optim_grads_params optimizer='adamw'
     one group's settings: The first group's settings are taken for all
-        fsdp.update.local_step.LocalStep._add: self._plan[group].append(piece) => self._plan[0].append(piece)
+        fsdp.update.local_step.LocalStep._exchange: unfused=self.unfused)
+            => unfused=self.unfused) | {"weight_decay": groups[0]["weight_decay"]}
         update:
         optim_grads_params optimizer='adamw'
     the root is forgotten: Only units are gathered
