@@ -73,7 +73,7 @@ def _two_runs(arguments: Namespace) -> list[str]:
     if arguments.bitwise:
         raise refuse("--bitwise", "goes with --code: one code owes bits by itself", fix="leave it out")
     if len(words) != 2:
-        problem = f"takes 2 runs, RUN RUN, not {len(words)}"
+        problem = f"takes 2 runs, not {len(words)}"
         fix = f"{commands.verb('compare RUN RUN')}, or compare --code OLD NEW KEY=VALUE ..."
         raise refuse(" ".join(["compare", *words]), problem, fix=fix)
     return words

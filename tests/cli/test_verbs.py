@@ -51,7 +51,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     [
         ([], "needs a verb"),
         (["comapre", "a", "b"], "did you mean compare?"),
-        (["compare", "a"], "required: RUN"),
+        (["compare", "a"], "takes 2 runs, not 1"),
         (["compare", "a", "b", "--jsn"], "--jsn"),
         (["compare", "a", "b", "c"], "takes 2 runs, not 3"),
         (["compare", "a", "b", "--bitwise"], "goes with --code"),
