@@ -34,6 +34,7 @@ from harness.config.compose import Cell
 from harness.config.schema import Config
 from harness.parity.compare import judge
 from harness.parity.record import load
+from harness.probe.step_checks.pieces import local_part
 from harness.store import status
 from harness.store.identity import directory_name
 from harness.store.rundir import RunDir, Store
@@ -224,10 +225,10 @@ class Kept:
     def step(self, lr: float) -> float:
         self.engine.finish_gradients()
         gradients = {f"gradient/{name}": each.clone() for name, each in self.engine.local_gradients().items()}
-        before = {f"before/{key}": each.clone() for key, each in self.engine.state_dict().items()}
+        before = {f"before/{key}": local_part(each).clone() for key, each in self.engine.state().tensors.items()}
         norm: float = self.engine.step(lr)
         if self.step_ == BEGINS:
-            after = {f"state/{key}": each.clone() for key, each in self.engine.state_dict().items()}
+            after = {f"state/{key}": local_part(each).clone() for key, each in self.engine.state().tensors.items()}
             scalars = {"loss": torch.stack(self.losses).mean(), "norm": torch.tensor(norm, dtype=torch.float64)}
             self.tensors |= gradients | before | after | scalars
         self.losses, self.step_ = [], self.step_ + 1

@@ -112,6 +112,7 @@ class EngineName(Choice):
             strategies=(Strategy.no_shard, Strategy.optim_grads, Strategy.optim_grads_params),
             hybrid=_HYBRID[1:],
             equal_dtypes=(("main_grads", "main_params"),),
+            lone_gradient_shards=False,
             waiting_sums_in_compute=True,
         ),
     )

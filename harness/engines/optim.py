@@ -1,12 +1,7 @@
 """Optimizer and its state, norms and clipping, shared by every engine.
 
-[Note: Cost of a timed step] torch's `clip_grad_norm_` takes one multi-tensor norm and one product, while sums in fp64
-tensor by tensor would charge a peer thousands of launches. So on CUDA one `_foreach_norm` gives all norms, summed in
-fp32 in blocks as in torch, and only those few numbers are squared and added in fp64. On CPU, where launches are cheap
-and memory is not, it is `sum_of_squares`, our engine's own.
-
-[Note: Numbers beyond fp32] Squares overflow in fp32 from 1.8e19 and vanish below 1e-19. Totals outside the safe range
-are computed again in fp64; every rank sees the same total, so all of them do.
+[Note: Cost of a timed step] torch's `clip_grad_norm_` takes one multi-tensor norm and one product. Peers are charged no
+more: on CUDA `sum_of_squares`, our engine's own, is one multi-tensor norm too.
 """
 
 from __future__ import annotations
@@ -123,62 +118,15 @@ def make_room(optimizer: torch.optim.Optimizer, params: Mapping[str, Tensor], he
             optimizer.state[param][entry] = made
 
 
-@torch.no_grad()
-def load_state(held: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
-    """Copy in place. Raises `ValueError` as `check_state`, before anything is changed."""
-    check_state(held, given)
-    for key, tensor in held.items():
-        tensor.copy_(given[key])
-
-
-def check_state(expected: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
-    """Raises `ValueError`: naming a few keys that are missing, unexpected, or of another shape or dtype."""
-    faults = [f"missing {key}" for key in expected if key not in given]
-    faults += [f"unexpected {key}" for key in given if key not in expected]
-    for key in expected.keys() & given.keys():
-        want, have = expected[key], given[key]
-        if want.shape != have.shape or want.dtype != have.dtype:
-            faults.append(f"{key} is {have.dtype} {list(have.shape)}, expected {want.dtype} {list(want.shape)}")
-    if faults:
-        shown = "; ".join(sorted(faults)[:5])
-        raise ValueError(f"state does not fit this layout ({len(faults)} difference{'s' * (len(faults) > 1)}): {shown}")
-
-
-SAFE = (1e-24, 1e30)
-"""Range of totals without relevant overflow or underflow in fp32."""
-
-
-@torch.no_grad()
 def euclidean_norm(
     tensors: Sequence[Tensor], device: torch.device, total: Callable[[Tensor], Tensor] = lambda squares: squares
 ) -> float:
     """Euclidean norm over all elements of all tensors; inf or nan where an element is.
 
     Args: tensors: plain, on `device`, of any floating dtypes. total: sums squares (fp64, shape [1]) over the ranks with
-    the rest. Collective over them, called twice by all ranks or by none.
+    the rest. Collective over them.
     """
-    held = [tensor.detach() for tensor in tensors]
-    if device.type != "cuda":
-        return math.sqrt(total(sum_of_squares(held, device)).item())
-    found = total(grouped_squares(held, device)).item()
-    if not SAFE[0] < found < SAFE[1]:
-        found = total(sum(map(_square_in_fp64, held), torch.zeros(1, dtype=torch.float64, device=device))).item()
-    return math.sqrt(found)
-
-
-def grouped_squares(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Sum of squares, fp64 and of shape [1], in one multi-tensor operation a dtype.
-
-    fp64 is summed in fp64, everything else in fp32; empty tensors count for nothing.
-    """
-    squares = torch.zeros(1, dtype=torch.float64, device=device)
-    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-        held = [tensor for tensor in tensors if tensor.dtype is dtype and tensor.numel()]
-        if held:
-            wide = torch.float64 if dtype is torch.float64 else torch.float32
-            norms = torch.stack(torch._foreach_norm(held, 2.0, dtype=wide))
-            squares += norms.to(torch.float64).square().sum()
-    return squares
+    return math.sqrt(total(sum_of_squares(tensors, device)).item())
 
 
 @torch.no_grad()
@@ -196,8 +144,3 @@ def scale(tensors: Sequence[Tensor], coefficient: float) -> None:
         else:
             for tensor in held:
                 tensor.mul_(coefficient)
-
-
-def _square_in_fp64(tensor: Tensor) -> Tensor:
-    norm: Tensor = torch.linalg.vector_norm(tensor, dtype=torch.float64)
-    return norm.square()

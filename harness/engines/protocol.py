@@ -141,29 +141,12 @@ class Engine(ABC):
         squares = [torch.linalg.vector_norm(weight, dtype=torch.float64).square() for _, weight in self.named_weights()]
         return torch.stack(squares).sum().sqrt().item()
 
-    @abstractmethod
-    def state_dict(self) -> dict[str, Tensor]:
-        """This rank's main weights, optimizer state and step counts as tensors on any device, for the same layout."""
-
-    @abstractmethod
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restore what `state_dict` returned on the same layout, effective in the next forward. *Collective.*
-
-        Raises:
-            ValueError: a key is missing, unexpected or of another shape or dtype; nothing was loaded.
-        """
-
     def expect(self, held: Mapping[str, Tensor]) -> None:  # noqa: B027 - most engines have all from the beginning
         """Make room for entries of a state that is to be loaded, which a step would make. held: on meta, by key."""
 
+    @abstractmethod
     def state(self) -> State:
-        """All state by key, to save or to load into; see `State`. *Collective* if the engine's `state_dict` is.
-
-        This version copies what `state_dict` returns, for the same layout only. Engines whose state any layout can load
-        override it.
-        """
-        tensors = {key: tensor.detach().clone() for key, tensor in self.state_dict().items()}
-        return State(tensors, lambda: self.load_state_dict(tensors), portable=False)
+        """Main weights, optimizer state and step counts by key, to save or to load into; see `State`."""
 
     @abstractmethod
     def accounted_bytes(self) -> dict[str, int]:

@@ -14,12 +14,7 @@ from math import prod
 
 from torch import nn
 
-from harness.config.derived import (
-    data_ranks,
-    may_leave_unused,
-    microbatches_per_rank,
-    optimizer_states,
-)
+from harness.config.derived import data_ranks, may_leave_unused, microbatches_per_rank, optimizer_states
 from harness.config.schema import Config, Device, Numerics, OptimizerName, Strategy
 from harness.fp8.linear import layers_of
 from harness.fsdp.runtime.units import Unit
@@ -76,18 +71,12 @@ class Peer(Step):
         recorded: for the order in which gradients come.
     """
 
-    reduces_each = True
-    """True if gradients are sent in each microbatch."""
-
     def __init__(self, config: Config, model: Model, recorded: Recorded) -> None:
         super().__init__(model.units, recorded.marks)
         dtype, mesh, module = config.dtype, config.mesh, model.module
         self.config, self.model, self.strategy = config, model, config.sharding.strategy
-        self.stage, self.ranks, self.k = (
-            STRATEGIES.index(self.strategy),
-            data_ranks(config),
-            microbatches_per_rank(config),
-        )
+        self.stage, self.ranks = STRATEGIES.index(self.strategy), data_ranks(config)
+        self.k = microbatches_per_rank(config)
         self.outer, self.inner = mesh.dp_outer, self.ranks // mesh.dp_outer
         self.sizes = {"inner": self.inner, "outer": self.outer, "all": mesh.world_size, "tp": mesh.tp}
         self.compute, self.main = dtype.compute.bytes, dtype.main_params.bytes
@@ -141,7 +130,7 @@ class Peer(Step):
         self.live[BUCKETS][WAITING] += mark.given
 
     def on_done(self, mark: Mark, unit: Unit) -> None:
-        sent = self.sent.get(unit.name, 0) if self.last or self.reduces_each else 0
+        sent = self.sent.get(unit.name, 0)
         self.drop(unit)
         self.take(BUCKETS, f"{unit.name} as sent", sent)
         self.note(f"backward of {unit.name}", mark.live)
@@ -213,7 +202,7 @@ class Fsdp1(Peer):
     """
 
     def count(self) -> None:
-        self.is_whole = self.strategy is Strategy.no_shard or self.inner == 1
+        self.is_whole = self.strategy is Strategy.no_shard
         stays, align = self.strategy is Strategy.optim_grads, max(1, ADDRESS // self.compute)
         over = self.ranks if self.is_whole else self.inner
         for unit, params in self.owned:
@@ -231,7 +220,7 @@ class Fsdp1(Peer):
             if self.is_whole:
                 self.whole[unit.name] = shard * self.compute if self.compute != self.main else 0
                 self.sent[unit.name] = flat * self.wire
-                self.move("all", "all_reduce", flat * self.wire, 1 if self.strategy is Strategy.no_shard else self.k)
+                self.move("all", "all_reduce", flat * self.wire)
                 continue
             self.move("inner", "all_gather", shard * self.compute, self.k * (1 if unit.is_root or stays else 2))
             self.move("inner", "reduce_scatter", flat * self.wire, self.k)

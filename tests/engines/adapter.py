@@ -20,7 +20,7 @@ from harness.config.capabilities import Capabilities
 from harness.config.derived import global_microbatches
 from harness.config.schema import Config, Strategy
 from harness.engines import optim
-from harness.engines.protocol import TORCH_DTYPES, Engine, Microbatch, Ranks, Workload
+from harness.engines.protocol import TORCH_DTYPES, Engine, Microbatch, Ranks, State, Workload
 from harness.fsdp import Observer, create_state
 
 
@@ -122,16 +122,15 @@ class Adapter(Engine):
         for name, param in self.params.items():
             yield name, found.get(name, param).detach().to("cpu", self.main_dtype, copy=True)
 
-    def state_dict(self) -> dict[str, Tensor]:
+    def state(self) -> State:
         """This rank's part of the main weights and of the optimizer's state."""
         names = {flat.main: f"decay={decays}" for decays, flat in self.flats.items()}
         weights = {f"weights/{name}": main.detach() for main, name in names.items()}
-        state = optim.optimizer_state(self.optimizer, names)
-        return weights | {f"optimizer/{key}": value for key, value in state.items()}
+        moments = optim.optimizer_state(self.optimizer, names)
+        tensors = weights | {f"optimizer/{key}": value for key, value in moments.items()}
+        return State(tensors, self.publish, portable=False)
 
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Look at everything before anything is changed; the next forward uses the new weights."""
-        optim.load_state(self.state_dict(), state)
+    def publish(self) -> None:
         for flat in self.flats.values():
             flat.publish()
 
@@ -143,7 +142,7 @@ class Adapter(Engine):
             "compute_weights": _bytes(self.model.parameters()),
             "main_weights": whole * self.main_dtype.itemsize + _bytes(flat.main for flat in self.flats.values()),
             "main_grads": whole * self.main_dtype.itemsize,
-            "optimizer": _bytes(t for key, t in self.state_dict().items() if key.startswith("optimizer/")),
+            "optimizer": _bytes(t for key, t in self.state().tensors.items() if key.startswith("optimizer/")),
             "padding": padding * self.main_dtype.itemsize,
             "buffers": _bytes(self.model.buffers()),
         }

@@ -70,7 +70,7 @@ WRONG = {
     "mine has no Adaptor": ("mine:Adaptor", None),
     "is no harness.engines.protocol.Engine": ("mine:Flat", None),
     "names no class": ("mine.Adapter", None),
-    "lacks state_dict": ("mine:Adapter", ("    def state_dict(self)", "    def state(self)")),
+    "lacks state": ("mine:Adapter", ("    def state(self)", "    def state_dict(self)")),
     "declares no capabilities": ("mine:Adapter", ("    capabilities = ", "    can = ")),
     "importing mine failed: ZeroDivisionError": ("mine:Adapter", ("class Flat:", "1 / 0\n\n\nclass Flat:")),
     "importing mine failed: SyntaxError": ("mine:Adapter", ("class Flat:", "class Flat")),

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from harness.config.schema import Dtype, EngineName, OuterStrategy, Strategy
+from harness.config.schema import Dtype, EngineName, Strategy
 from harness.parity.tensors import read
 from harness.probe.hooks import ParameterHooks
 from tests.support.factory import layouts, small_config, train, with_dtypes
@@ -21,12 +21,6 @@ ENGINES: dict[str, dict[str, Any]] = {
         deepspeed="optim optim_grads optim_grads_params",
         megatron_fsdp="no_shard optim optim_grads optim_grads_params",
     ),
-    "fsdp1-hybrid": {
-        "engine__name": EngineName.fsdp1,
-        "sharding__strategy": Strategy.optim_grads_params,
-        "sharding__outer": OuterStrategy.no_shard,
-        "mesh__dp_outer": 2,
-    },
 }
 UNEVEN = {"model__vocab_size": 65, "model__ffn_dim": 47}
 

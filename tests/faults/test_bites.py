@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from benchmarks.power.steps import compose_all
 from harness.config.schema import Config
 from harness.engines.protocol import Microbatch
+from harness.probe.step_checks.pieces import local_part
 from tests.faults.corpus import Fault, corpus
 from tests.faults.site import Site
 from tests.study.short import functions_given_back
@@ -94,7 +95,7 @@ class Watched:
         self.engine.finish_gradients()
         gradients = digest(self.engine.local_gradients().values())
         norm: float = self.engine.step(lr)
-        state = digest(self.engine.state_dict().values())
+        state = digest(map(local_part, self.engine.state().tensors.values()))
         seen = (digest(self.fed), "".join(self.read), digest(self.losses), gradients, norm.hex(), state)
         self.trace |= {(self.step_, what): bits for what, bits in zip(LOOKED_AT, seen, strict=False)}
         self.fed, self.losses, self.read, self.step_ = [], [], [], self.step_ + 1

@@ -94,7 +94,6 @@ PEERS = [
         (3, 1, 1, "fsdp1 sharding=optim_grads_params dtype=bf16 model.dim=56 model.ffn_dim=51"),
         (3, 2, 1, "fsdp1 sharding=no_shard model.dim=56 model.ffn_dim=51"),
         (4, 2, 1, "fsdp1 sharding=optim_grads_params mesh.dp_outer=2 model.tie_embeddings=true"),
-        (4, 2, 1, "fsdp1 sharding=optim_grads mesh.dp_outer=4"),
         (2, 2, 1, "ddp sharding=no_shard dtype=bf16_comm"),
         (3, 1, 1, "ddp numerics=deterministic dtype=bf16 model=moe"),
         (2, 1, 1, "ddp dtype=fp8_current model.dim=128 model.ffn_dim=192"),

@@ -38,8 +38,6 @@ def visit(cells: tuple[Cell, ...]) -> dict[Cell, list[Measured]]:
 
 
 def measured(cell: Cell) -> list[Measured]:
-    if "engine=deepspeed" in cell.words:  # memory of an earlier one ends within a step of a later one
-        return visit((cell,))[cell]
     alike = [each for each in CELLS if each.ranks == cell.ranks and (each in FEW) == (cell in FEW)]
     place = alike.index(cell) // VISIT * VISIT
     return visit(tuple(alike[place : place + VISIT]))[cell]
@@ -64,6 +62,7 @@ def sent_by_kind(made: dict[str, Any]) -> dict[str, dict[str, int]]:
     return {kind: dict(amounts) for kind, amounts in found.items()}
 
 
+PACKAGES = ("engine=megatron_fsdp", "engine=deepspeed")
 PARAMS = [pytest.param(cell, id=str(cell), marks=() if cell in FEW else pytest.mark.full) for cell in CELLS]
 
 
@@ -79,7 +78,7 @@ def test_bytes_kept_and_sent_are_those_of_a_real_step(cell: Cell) -> None:
     assert sent_by_kind(made) == first.sent
 
 
-@pytest.mark.parametrize("cell", PARAMS)
+@pytest.mark.parametrize("cell", [each for each in PARAMS if not {*PACKAGES} & {*each.values[0].words}])
 def test_the_peak_is_that_of_a_real_step(cell: Cell) -> None:
     peak = plan_of(cell)["peak"]
     assert sum(peak["parts"].values()) == peak["total"]
@@ -96,6 +95,8 @@ def test_what_would_be_a_guess_is_left_out() -> None:
     on_card = plan(config)
     assert on_card["peak"] is None
     assert "dtype.fp8=current" in on_card["left_out"]["peak"]
+    for cell in (next(each for each in PEERS if name in each.words) for name in PACKAGES):
+        assert {*plan_of(cell)["left_out"]} == {"peak"}
     odd = plan(compose(("model=odd", "data=synthetic", "launch.dry_run=true")).typed)
     assert (odd["peak"], odd["wire"], sum(odd["kept"].values()) > 0) == (None, None, True)
     assert "model.family=odd does not run on torch's meta device: " in odd["left_out"]["peak"]
@@ -175,12 +176,6 @@ WITHIN = slips(
     gradients that wait: DDP's gradients are cast as they come
         plan.peers.Replicated.on_gradient: [ALL] += mark.given => [ALL] += 0
         ddp sharding=no_shard
-    buckets as sent: megatron-fsdp's gradients are freed unit by unit
-        plan.packages.MegatronFsdp.count: splits > 1 or => False and
-        megatron_fsdp sharding=optim_grads
-    flattened gradients: DeepSpeed reduces gradients where they are
-        plan.packages.Deepspeed.end: self.note("reduction", => print("reduction",
-        deepspeed sharding=optim_grads
     one buffer for all: Fixed buffers are one, in which units take turns
         fsdp.storage.memory.BucketMemory.unit: [self._num_units % 2] => [0]
         native engine.double_buffer=true
@@ -227,7 +222,8 @@ def test_a_wrong_formula_is_found(name: str, monkeypatch: pytest.MonkeyPatch) ->
         made, first = plan(compose(cell.overrides).typed), found[0]
         kept_alike = kept_as_accounted(made) == {role: held for role, held in first.kept.items() if held}
         held = statistics.median(each.peak for each in found)
-        return kept_alike and sent_by_kind(made) == first.sent and made["peak"]["total"] == pytest.approx(held, rel=OFF)
+        near = made["peak"] is None or made["peak"]["total"] == pytest.approx(held, rel=OFF)
+        return kept_alike and sent_by_kind(made) == first.sent and near
 
     assert agrees()
     (WITHIN[name][0] if name in WITHIN else {**BY_CELL, **SLIPS}[name]).put(monkeypatch)

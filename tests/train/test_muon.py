@@ -144,7 +144,7 @@ def by_muon(family: ModelFamily, *, tied: bool = False) -> set[str]:
     """Suffixes of parameters that have Muon's state in one process."""
     config = small_config(model__family=family, model__tie_embeddings=tied, optimizer__name=OptimizerName.muon)
     engine = SingleEngine(workload_for(config), config, ranks_of(config))
-    keys = [key.removeprefix("optimizer/") for key in engine.state_dict() if key.startswith("optimizer/")]
+    keys = [key.removeprefix("optimizer/") for key in engine.state().tensors if key.startswith("optimizer/")]
     entries = {name: {key.rpartition("/")[2] for key in keys if key.startswith(f"{name}/")} for name in engine.trained}
     assert all(each in ({"momentum_buffer"}, {"step", "exp_avg", "exp_avg_sq"}) for each in entries.values())
     matrices = [name for name, each in entries.items() if each == {"momentum_buffer"}]

@@ -267,7 +267,7 @@ def idle_parameters_are_taken(request: Request) -> Iterator[Violation]:
 
 @rule("mesh.world_size", "mesh.dp_outer", "mesh.tp")
 def lone_shards_are_right(request: Request) -> Iterator[Violation]:
-    """Some engines scale gradients wrongly over a shard group of one rank."""
+    """Some engines scale or sum gradients wrongly over a shard group of one rank."""
     config = request.config
     engine, strategy = config.engine.name, config.sharding.strategy
     splits = not Placements.of(strategy, None).accumulates_locally
@@ -276,7 +276,7 @@ def lone_shards_are_right(request: Request) -> Iterator[Violation]:
         return
     yield request.wrong(
         "mesh.world_size mesh.dp_outer",
-        f"splits gradients over groups of one rank, where engine={engine.name} scales them wrongly",
+        f"splits gradients over groups of one rank, where engine={engine.name} scales or sums them wrongly",
         "mesh.world_size of at least twice mesh.dp_outer",
-        f"mesh.world_size={2 * config.mesh.dp_outer}, or sharding=optim, or engine=native",
+        f"mesh.world_size={2 * config.mesh.dp_outer}, or engine=native",
     )

@@ -23,7 +23,7 @@ import io
 import logging
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from typing import Any
 
@@ -37,7 +37,7 @@ from harness.config.schema import Config, Device, Strategy
 from harness.engines import optim
 from harness.engines.base.plain import evaluating
 from harness.engines.base.sharded import whole
-from harness.engines.protocol import TORCH_DTYPES, Engine, Microbatch, Ranks, Seen, Workload
+from harness.engines.protocol import TORCH_DTYPES, Engine, Microbatch, Ranks, Seen, State, Workload
 from harness.fsdp import create_state
 from harness.probe.step_checks.pieces import Piece
 
@@ -112,17 +112,12 @@ class DeepspeedEngine(Engine):
         groups = [dist.group.WORLD] if is_cut else []
         return whole(self.shards[name], part, groups, torch.float32, self.ranks.device).cpu()
 
-    def state_dict(self) -> dict[str, Tensor]:
+    def state(self) -> State:
         """This rank's main weights and optimizer state: flat, one tensor a parameter group."""
         with self._listed():
             moments = optim.optimizer_state(self.base, {tensor: name for name, tensor in self.main.items()})
         weights = {f"weights/{name}": tensor.detach() for name, tensor in self.main.items()}
-        return weights | {f"optimizer/{key}": value for key, value in moments.items()}
-
-    @torch.no_grad()
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        optim.load_state(self.state_dict(), state)
-        self._publish()
+        return State(weights | {f"optimizer/{key}": t for key, t in moments.items()}, self._publish, portable=False)
 
     def flat_pieces(self) -> dict[str, Piece]:
         with self._listed():
@@ -147,7 +142,7 @@ class DeepspeedEngine(Engine):
         trained = sum(self.shapes[name].numel() for name in self.trained)
         flat = sum(tensor.numel() for tensor in self.main.values())
         spare = flat - sum(self.shards[name].numel for name in self.trained)
-        moments = {key: t for key, t in self.state_dict().items() if key.startswith("optimizer/")}
+        moments = {key: t for key, t in self.state().tensors.items() if key.startswith("optimizer/")}
         per_element = sum(t.element_size() for key, t in moments.items() if not key.endswith("/step")) // len(self.main)
         optimizer = sum(tensor.numel() * tensor.element_size() for tensor in moments.values())
         grads = trained if self.stage < 2 else flat - spare
@@ -168,9 +163,8 @@ class DeepspeedEngine(Engine):
 
     def _reduced_from(self) -> int:
         """Bytes of what ZeRO-3 reduces gradients from, which stays."""
-        return (
-            sum(bucket.buffer.nbytes for bucket in self.engine.optimizer.ipg_buckets.values()) if self.stage == 3 else 0
-        )
+        buckets = self.engine.optimizer.ipg_buckets.values() if self.stage == 3 else ()
+        return sum(bucket.buffer.nbytes for bucket in buckets)
 
     def _main_weights(self) -> dict[str, Tensor]:
         optimizer = self.engine.optimizer
@@ -186,12 +180,11 @@ class DeepspeedEngine(Engine):
                 value = self.workload.initial_weight(name, self.shapes[name]).flatten()
                 shard.local.copy_(value[shard.begin : shard.begin + shard.numel])
 
+    @torch.no_grad()
     def _publish(self) -> None:
         if self.stage == 3:
-            kept = (
-                self.engine.optimizer.persistent_parameters
-            )  # whole on every rank, so all need each other's parts anew
-            if kept:
+            kept = self.engine.optimizer.persistent_parameters
+            if kept:  # whole on every rank, so all need each other's parts anew
                 kept[0].partition(kept)
             for index in range(len(self.main)):
                 self.engine.optimizer._reassign_or_swap_out_partitioned_parameters(index)

@@ -13,14 +13,10 @@ Dtypes: the flat parameters are the main weights; a unit is gathered in the comp
 travel in the wire dtype (`reduce_dtype`), summed there by the backend, and are cast to the main dtype before shards
 accumulate. Buffers keep their dtype (`buffer_dtype=None`). Inputs are not cast, for the reason given in `fsdp2`.
 
-On a group of one rank FSDP1 turns every strategy into NO_SHARD. There, for `optim_grads` and `optim_grads_params`, each
-microbatch's reduced gradient is moved out and added up here, as a shard does it: left in place, it would be averaged
-and cast to the wire dtype again with every further microbatch. Where only the *inner* group has one rank, a hybrid
-strategy turned into NO_SHARD would silently leave out the outer all-reduce, and divide by its size all the same; that
-mesh is therefore given to FSDP1 as one axis, replicated over all ranks.
-
 Limits, on torch 2.13:
 
+- On a shard group of one rank FSDP1 turns every strategy into NO_SHARD: a reduced gradient is averaged and cast again
+  with every further microbatch, and a hybrid leaves out the outer all-reduce without a word. A rule refuses them.
 - Parameters of shape [] are refused by FSDP1 (`ValueError`).
 - Under `no_sync` microbatches are summed in the *compute* dtype. A rule refuses no_shard with 16-bit compute and
   several microbatches unless dtype.allow_low_precision_grads=true accepts it.
@@ -37,8 +33,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch import nn
 from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import CustomPolicy
 
@@ -69,7 +64,8 @@ class Fsdp1Engine(ShardedEngine):
         workload.materialise_buffers(model, ranks.device)
         shapes = {name: param.shape for name, param in model.named_parameters()}
         filler = _Filler(workload, model, ranks.device)
-        strategy, mesh = self._strategy(config, ranks)
+        strategy = STRATEGIES[config.sharding.strategy][config.mesh.dp_outer > 1]
+        mesh = data_parallel_mesh(config, ranks)
         units = {id(unit) for unit in units_of(model, workload.unit_classes)}
         with warnings.catch_warnings():
             for message, category in KNOWN_WARNINGS:
@@ -93,23 +89,13 @@ class Fsdp1Engine(ShardedEngine):
                 sync_module_states=False,  # every rank computes the same values from names
                 use_orig_params=True,
             )
-        self.whole = strategy is ShardingStrategy.NO_SHARD
-        """True if every rank keeps all weights: pieces are unsharded tensors."""
-        self.sums_here = self.whole and config.sharding.strategy is not Strategy.no_shard
-        self.sums: dict[nn.Parameter, Tensor] = {}
+        is_whole = strategy is ShardingStrategy.NO_SHARD
         weights = {name: filler.made[name] for name in shapes}
-        if self.whole:
+        if is_whole:
             for weight in weights.values():
                 weight.grad_dtype = None  # under no_sync FSDP1 hands tied ones a gradient in the compute dtype
-        self.group = None if self.whole else mesh.get_group("dp_shard")
+        self.group = None if is_whole else mesh.get_group("dp_shard")
         self._finish(weights, shapes, fused=True)
-
-    def _strategy(self, config: Config, ranks: Ranks) -> tuple[ShardingStrategy, DeviceMesh]:
-        outer = config.mesh.dp_outer
-        if ranks.world_size == outer:  # the inner group, or the only one, has one rank
-            mesh = init_device_mesh(ranks.device.type, (ranks.world_size,), mesh_dim_names=("dp_shard",))
-            return ShardingStrategy.NO_SHARD, mesh
-        return STRATEGIES[config.sharding.strategy][outer > 1], data_parallel_mesh(config, ranks)
 
     def seen(self) -> Seen:
         """The wrapped module: in a forward its slots have views of gathered flat parameters."""
@@ -128,27 +114,12 @@ class Fsdp1Engine(ShardedEngine):
         waits = self.config.sharding.strategy is Strategy.no_shard and not last
         return self.model.no_sync() if waits else nullcontext()
 
-    def _after_backward(self, last: bool) -> None:
-        if not self.sums_here or self.microbatches_per_rank == 1:
-            return
-        for weight in self.trained.values():
-            if weight.grad is not None:
-                if weight in self.sums:
-                    self.sums[weight].add_(weight.grad)
-                else:
-                    self.sums[weight] = weight.grad
-                weight.grad = None
-            if last:
-                weight.grad = self.sums.pop(weight, None)
-
     def _padding_elements(self) -> tuple[int, int]:
         handles = [module._handle for module in FullyShardedDataParallel.fsdp_modules(self.model)]
         flats = [handle.flat_param for handle in handles if handle is not None]
         trained = [flat for flat in flats if any(param.requires_grad for param in flat._params or ())]
-        of_all, of_trained = (
-            sum(map(torch.Tensor.numel, each)) for each in (self.weights.values(), self.trained.values())
-        )
-        return sum(map(torch.Tensor.numel, flats)) - of_all, sum(map(torch.Tensor.numel, trained)) - of_trained
+        unused = sum(map(torch.numel, flats)) - sum(map(torch.numel, self.weights.values()))
+        return unused, sum(map(torch.numel, trained)) - sum(map(torch.numel, self.trained.values()))
 
 
 class _Filler:

@@ -21,7 +21,7 @@ that step is taken with a learning rate of 0, because all engines start from the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from typing import Any
@@ -36,7 +36,7 @@ from harness.config.schema import Config, OptimizerName, OuterStrategy, Registra
 from harness.engines import optim
 from harness.engines.adapters import megatron_on_cpu
 from harness.engines.base.sharded import ShardedEngine
-from harness.engines.protocol import TORCH_DTYPES, Ranks, Seen, Workload
+from harness.engines.protocol import TORCH_DTYPES, Ranks, Seen, State, Workload
 from harness.probe.step_checks.pieces import Piece, local_part
 
 OUTER, INNER, TENSOR = "dp_outer", "dp_shard", "tp"
@@ -115,18 +115,13 @@ class MegatronEngine(ShardedEngine):
         self._demand_reduced()
         return {name: weight.grad for name, weight in self.weights.items() if weight.grad is not None}
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """This rank's shards of main weights and optimizer state by parameter name; not copied."""
-        state = {f"weights/{name}": self._piece(weight) for name, weight in self.weights.items()}
+    def state(self) -> State:
+        tensors = {f"weights/{name}": self._piece(weight) for name, weight in self.weights.items()}
         for name, weight in self.weights.items():
             for entry, value in self.optimizer.state.get(weight, {}).items():
                 if isinstance(value, Tensor):
-                    state[f"optimizer/{name}/{entry}"] = self._piece(value)
-        return state
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        optim.load_state(self.state_dict(), state)
-        self.model.install_optimized_model_weights()
+                    tensors[f"optimizer/{name}/{entry}"] = self._piece(value)
+        return State(tensors, self.model.install_optimized_model_weights, self.portable)
 
     def user_buffers(self) -> dict[str, str]:
         """Settings passed to the package, which reports success of registration in its log only (see NCCL's log)."""
@@ -142,8 +137,8 @@ class MegatronEngine(ShardedEngine):
     def accounted_bytes(self) -> dict[str, int]:
         """Bytes by role; modules outside units stay gathered, and count as compute weights."""
         total = self._bytes_of_buffers()
-        state = [value for key, value in self.state_dict().items() if key.startswith("optimizer/")]
-        total["optimizer"] = sum(value.nbytes for value in state)
+        state = self.state().tensors
+        total["optimizer"] = sum(value.nbytes for key, value in state.items() if key.startswith("optimizer/"))
         total["buffers"] = sum(buffer.nbytes for buffer in self.model.module.buffers())
         return total
 

@@ -79,7 +79,8 @@ class NativeEngine(Engine):
             self.model.install_weights()
         with evaluating(self.model, self.device):
             losses = [self.workload.loss(self.model, batch).item() for batch in batches]
-        torch.autograd.graph.increment_version(list(self.state_dict().values()))
+        held = self.state().tensors.values()
+        torch.autograd.graph.increment_version([t.to_local() if isinstance(t, DTensor) else t for t in held])
         return losses
 
     def step(self, lr: float) -> float:
@@ -117,19 +118,11 @@ class NativeEngine(Engine):
     def weight_norm(self) -> float:
         return self.model.weight_norm()
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """This rank's rows of weights and optimizer state, and the loss scale where there is one."""
-        return _rows_of(self.state())
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        held = self.state()
-        optim.load_state(_rows_of(held), state)
-        held.adopt()
-
     def expect(self, held: Mapping[str, Tensor]) -> None:
         optim.make_room(self.optimizer, dict(self.model.named_parameters()), held)
 
     def state(self) -> State:
+        """This rank's rows of weights and optimizer state, and the loss scale where there is one."""
         held, scale = self.model.sharded_state(), self.loss_scale
         scaling = {} if scale is None else {f"{LOSS_SCALE}{key}": value for key, value in scale.state_dict().items()}
 
@@ -171,10 +164,6 @@ class NativeEngine(Engine):
 
     def close(self) -> None:
         self.model.close()
-
-
-def _rows_of(state: State) -> dict[str, Tensor]:
-    return {key: each.to_local() if isinstance(each, DTensor) else each for key, each in state.tensors.items()}
 
 
 def policy_of(dtype: DtypeConfig) -> MixedPrecisionPolicy:

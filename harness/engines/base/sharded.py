@@ -44,6 +44,8 @@ class ShardedEngine(Engine):
     """Ranks with the other pieces of weights; None: each has all of them."""
     tensor: dist.ProcessGroup | None = None
     """Tensor-parallel ranks, or None."""
+    portable = False
+    """True if any layout can load the state."""
     tp_shards: Mapping[str, TpShard] = MappingProxyType({})
     """By name, the parts of weights that pieces are cut from; none without such an axis."""
 
@@ -133,16 +135,12 @@ class ShardedEngine(Engine):
     def weight_norm(self) -> float:
         return self._norm({name: self._piece(weight) for name, weight in self.weights.items()})
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """This rank's pieces of weights and optimizer state, by parameter name; not copied."""
-        state = {f"weights/{name}": self._piece(weight) for name, weight in self.weights.items()}
+    def state(self) -> State:
+        """This rank's pieces of weights and optimizer state; the next forward gathers from the same memory."""
+        tensors = {f"weights/{name}": self._piece(weight) for name, weight in self.weights.items()}
         moments = optim.optimizer_state(self.optimizer, self.names)
-        state |= {f"optimizer/{key}": self._piece(value) for key, value in moments.items()}
-        return state
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Load all or nothing; the next forward gathers from the same memory."""
-        optim.load_state(self.state_dict(), state)
+        tensors |= {f"optimizer/{key}": self._piece(value) for key, value in moments.items()}
+        return State(tensors, lambda: None, self.portable)
 
     def accounted_bytes(self) -> dict[str, int]:
         """Bytes by role; gradients count, though they are freed between steps.
@@ -258,6 +256,8 @@ def _uses(module: nn.Module) -> Counter[nn.Parameter]:
 
 
 class ReplicatedEngine(ShardedEngine):
+    portable = True
+
     def __init__(self, workload: Workload, config: Config, ranks: Ranks, *, fused: bool) -> None:
         """Raises `ValueError`: main gradients and main weights differ in dtype, which plain torch does not support."""
         if config.dtype.main_grads is not config.dtype.main_params:
@@ -285,10 +285,6 @@ class ReplicatedEngine(ShardedEngine):
 
     def expect(self, held: Mapping[str, Tensor]) -> None:
         optim.make_room(self.optimizer, self.weights, held)
-
-    def state(self) -> State:
-        """State itself, as plain tensors."""
-        return State(self.state_dict(), lambda: None)
 
     def accounted_bytes(self) -> dict[str, int]:
         """Bytes by role; gradients count, though they are freed between steps."""

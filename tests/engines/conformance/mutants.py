@@ -52,17 +52,13 @@ TABLE = slips(
             => optim.set_lr(self.optimizer, vars(self).setdefault("first", lr))
         update
     StaleAfterLoad: Loads the main weights, and goes on computing with the old ones until the next update
-        tests.engines.adapter.Adapter.load_state_dict: flat.publish()
+        tests.engines.adapter.Adapter.publish: flat.publish()
             => dist.all_gather(list(flat.weights.chunk(self.ranks.world_size)), flat.main.detach())
         resume
         2
     ForgetsMoments: Saves weights without the optimizer's state
-        tests.engines.adapter.Adapter.state_dict: in state.items() => in state.items() if "exp_avg" not in key
+        tests.engines.adapter.Adapter.state: in moments.items() => in moments.items() if "exp_avg" not in key
         resume
-    LoadsHalf: Looks at a tensor when its turn comes, and has taken those before it
-        tests.engines.adapter.Adapter.load_state_dict: optim.load_state(self.state_dict(), state)
-            => [optim.load_state({k: t}, {k: state.get(k, t[None])}) for k, t in self.state_dict().items()]
-        refused load
     HandsOutItsOwn: Gradients are views, not copies
         tests.engines.adapter.Adapter.named_gradients: found[name].detach().to("cpu", copy=True) => found[name]
         reads
@@ -85,7 +81,7 @@ TABLE = slips(
         tests.engines.adapter.Adapter.accounted_bytes: "optimizer": _bytes( => "optimizer": 0 * _bytes(
         bytes
     IgnoresSaving: Takes a state, and stays as it is
-        tests.engines.adapter.Adapter.load_state_dict: optim.load_state( => return optim.check_state(
+        tests.engines.adapter.Adapter.state: State(tensors, => State({k: t.clone() for k, t in tensors.items()},
         resume
     WiderThanAsked: Computes in fp32 whatever is asked
         tests.engines.adapter.Adapter.__init__: TORCH_DTYPES[config.dtype.compute] => torch.float32
