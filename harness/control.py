@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import struct
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -90,15 +89,15 @@ class Control:
 
         Call the result to wait, before any other exchange. Collective over the control group.
         """
-        asked = int(stop) + 2 * int(save)
-        gathered = self._begin([*(_bits(loss) for loss in losses), _signed(held), _signed(fed), asked])
+        bits = torch.tensor(losses, dtype=torch.float64).view(torch.int64).tolist()
+        gathered = self._begin([*bits, _signed(held), _signed(fed), int(stop) + 2 * int(save)])
 
         def end() -> StepReport:
             rows = gathered()
             peers = [rows[first : first + self.ranks.tp] for first in range(0, len(rows), self.ranks.tp)]
             reports = [_fed_otherwise(each) for each in peers]  # tensor-parallel ranks say the same of the same data
             return StepReport(
-                losses=[_float(bits) for row in reports for bits in row[:-3]],
+                losses=torch.tensor([row[:-3] for row in reports]).view(torch.float64).flatten().tolist(),
                 held=[row[-3] & MASK64 for row in reports],
                 fed=[row[-2] & MASK64 for row in reports],
                 stop=any(row[-1] & 1 for row in rows),
@@ -128,16 +127,6 @@ def gather_json(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
     rows = [torch.empty(max(sizes), dtype=torch.uint8) for _ in sizes]
     dist.all_gather(rows, torch.nn.functional.pad(mine, (0, max(sizes) - len(text))), group=group)
     return [json.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
-
-
-def _bits(value: float) -> int:
-    bits: int = struct.unpack("<q", struct.pack("<d", value))[0]
-    return bits
-
-
-def _float(bits: int) -> float:
-    value: float = struct.unpack("<d", struct.pack("<q", bits))[0]
-    return value
 
 
 def _signed(digest: int) -> int:

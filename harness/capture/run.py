@@ -130,10 +130,6 @@ class Run:
             self._traffic.close()
 
     def start(self, model: nn.Module | Iterable[nn.Module], optimizer: Any, parts: Parts | None) -> None:
-        if not 0 <= self._share <= 1:
-            raise ValueError(f"share={self._share} must be from 0 to 1")
-        if self._keep_last < 0:
-            raise ValueError(f"keep_last={self._keep_last} must be 0 or more")
         folder = folder_of(self.path, self.rank)
         self._is_closed = True  # what lies there is another's
         if self.done:
@@ -237,12 +233,12 @@ class Run:
         if not reason:
             self.guard(self._end)()
             reason = self.problem
-        if reason:
-            self._end_incomplete(reason)
         try:
+            if reason and self._part is not None:
+                self._part.end({"state": State.failed.value, "reason": reason, "steps": self.steps})
             if self._part is not None:
                 merge.if_last(self.path, self.world_size)
-        except Exception as error:
+        except Exception as error:  # a full disk, say
             LOG.warning("%s is incomplete: %s: %s", self.path, type(error).__name__, error)
         if self._lock is not None:
             self._lock.release()
@@ -253,14 +249,6 @@ class Run:
         self._watching.follow()
         final = self._watching.digests()
         self._part.end({"state": State.done.value, "reason": "", "steps": self.steps, "final": final})
-
-    def _end_incomplete(self, reason: str) -> None:
-        """Say why, if the disk has room for that."""
-        try:
-            if self._part is not None:
-                self._part.end({"state": State.failed.value, "reason": reason, "steps": self.steps})
-        except OSError as error:
-            LOG.warning("%s: its end could not be written: %s", self.path, error)
 
     def __enter__(self) -> Run:
         return self

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -12,19 +11,14 @@ import xxhash
 from safetensors.torch import save_file
 from torch import Tensor
 
+from harness.checkpoint.manifest import FileEntry
 from harness.store.reading import open_regular
 
 HASHED_BYTES = 1 << 20
 """Bytes read and hashed at a time; they stay in the cache between the two."""
 
 
-@dataclass(frozen=True)
-class Written:
-    bytes: int
-    xxh3: str
-
-
-def write(path: Path, tensors: Mapping[str, Tensor]) -> Written:
+def write(path: Path, tensors: Mapping[str, Tensor]) -> FileEntry:
     """Write named tensors, copied to the CPU, and flush them to the disk.
 
     Raises `SafetensorError`: the disk is full, say; an unfinished file may stay.
@@ -36,7 +30,7 @@ def write(path: Path, tensors: Mapping[str, Tensor]) -> Written:
     return digest_of(path)
 
 
-def digest_of(path: Path) -> Written:
+def digest_of(path: Path) -> FileEntry:
     """Size and XXH3 (128 bits) of a file on the disk, against damage, not malice.
 
     Raises `FileNotFoundError`; `StoreError` as `open_regular`.
@@ -48,4 +42,4 @@ def digest_of(path: Path) -> Written:
         digest = xxhash.xxh3_128()
         while block := file.read(HASHED_BYTES):
             digest.update(block)
-        return Written(os.fstat(file.fileno()).st_size, digest.hexdigest())
+        return FileEntry(os.fstat(file.fileno()).st_size, digest.hexdigest())

@@ -102,9 +102,9 @@ class Finding:
             return 0.0 if self.grade is Grade.ok else math.inf
         if not math.isfinite(self.observed):
             return math.inf
-        if self.observed <= self.allowed:
-            return self.observed / self.allowed if self.allowed > 0 else 0.0
-        return self.observed / self.allowed if self.allowed > 0 else math.inf
+        if self.allowed > 0:
+            return self.observed / self.allowed
+        return 0.0 if self.observed <= self.allowed else math.inf
 
 
 def grade(observed: float, allowed: float, refuted: float) -> Grade:

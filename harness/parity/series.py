@@ -92,9 +92,6 @@ class Measure:
         places = np.argwhere(wrong.T)
         return (int(places[0][0]), int(places[0][1])) if len(places) else None
 
-    def broken(self) -> tuple[int, int] | None:
-        return self.first(~np.isfinite(self.new))
-
     def band(self, tests: int) -> tuple[Float64, Float64]:
         """Ends of the band at each step. Args: tests: numbers that are held to a band, of all measures."""
         from scipy.special import stdtrit
@@ -151,7 +148,7 @@ def _without_tests(
 ) -> tuple[Outcome, str] | None:
     """Outcome that the means do not decide, with its reason; None if they do."""
     for each in measures:
-        if (place := each.broken()) is not None:
+        if (place := each.first(~np.isfinite(each.new))) is not None:
             step, run = place
             value = f"{each.name} of {new[run].name} is {each.new[run, step]}"
             return Outcome.DIFFERENT, f"at step {each.steps[step]}, {value}, and of no earlier run"

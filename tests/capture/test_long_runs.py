@@ -102,19 +102,6 @@ def captured(path: Path, keep: int) -> Record:
     return record
 
 
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [({"share": 2.0}, "share=2.0 must be from 0 to 1"), ({"keep_last": -1}, "keep_last=-1 must be 0 or more")],
-)
-def test_an_option_that_is_none_is_one_warning(
-    options: dict[str, Any], told: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.WARNING, "harness.capture"):
-        made(tmp_path / "study" / "run", **options)
-    (said,) = caplog.messages
-    assert told in said
-
-
 # -- attempts ----------------------------------------------------------------------------------------------------------
 
 

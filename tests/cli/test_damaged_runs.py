@@ -44,8 +44,13 @@ MEMORY = 6 * 2**30
 FILES = (
     *("config.yaml", "overrides.txt", "status.json", "metrics.jsonl", "summary.json", "provenance.json", "diff.patch"),
     *("attempts", "attempts/0", "attempts/0/error.txt", ".lock", ".status.lock", "ckpt", "capture"),
-    *("capture/step-000001.safetensors", "capture/step-000001.json", "capture/witness-000001.json"),
-    *("capture/rounding-000001.json", "step_checks/stream.json", "step_checks/steps.f64", "step_checks/tensors.f64"),
+    *(
+        "capture/step-000001.safetensors",
+        "capture/rounding-000001.json",
+        "step_checks/stream.json",
+        "step_checks/steps.f64",
+        "step_checks/tensors.f64",
+    ),
     *("../study.json", "../.lock", "../../.last", "../../.store"),
 )
 
@@ -207,10 +212,7 @@ TEXTS = {
         *("status.json", "overrides.txt", "attempts/0/error.txt", "provenance.json", "summary.json"),
         "../../.last",
     ),
-    "settings": (
-        *("config.yaml", "../study.json", "metrics.jsonl", "capture/step-000001.json", "capture/witness-000001.json"),
-        "step_checks/stream.json",
-    ),
+    "settings": (*("config.yaml", "../study.json", "metrics.jsonl", "step_checks/stream.json"),),
 }
 """Every file of a store that holds text, by what is planted together."""
 READ_BY_CODE = ("state", "keeper", "sources_digest", "signature", "directory", "control", "capture_steps")

@@ -9,11 +9,24 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from safetensors import safe_open
+
+from harness.store.shapes import METADATA
+from tests.parity.lab import write_step
 
 
 def edit_json(path: Path, **changes: Any) -> None:
     """Change entries of a JSON file."""
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def edit_capture(run: Path, step: int, change: Callable[[dict[str, Any]], object], **facts: Any) -> None:
+    """Change the tensors of a captured step in place, by part and name, and entries of its description."""
+    path = run / f"capture/step-{step:06d}.safetensors"
+    with safe_open(path, "np") as file:
+        held, tensors = json.loads(file.metadata()[METADATA]), {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    change(tensors)
+    write_step(run, step, tensors, {**held, **facts})
 
 
 def edit_lines(run: Path, change: Callable[[list[dict[str, Any]]], None]) -> None:

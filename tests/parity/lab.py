@@ -19,6 +19,7 @@ from safetensors.numpy import save_file
 from harness.store.identity import signature
 from harness.store.metrics import encode
 from harness.store.rundir import RunDir, Store
+from harness.store.shapes import METADATA
 from harness.store.study import write_study
 from tests.parity.arms import Arm, Params
 from tests.parity.network import Optimizer, add, batch, forward_backward, initial, reduce, rounder
@@ -41,7 +42,8 @@ class Outcome:
 
     lines: list[dict[str, Any]]
     captures: dict[int, Params]
-    updates: dict[int, Params]
+    updates: dict[int, tuple[Params, Params]]
+    """Main weights before and after, by step."""
     summary: dict[str, Any]
     witnesses: dict[int, tuple[Params, dict[str, float]]] = field(default_factory=dict)
     """By step: the mean of all local gradients in fp64, and the norms of their terms."""
@@ -96,7 +98,7 @@ def train(arm: Arm) -> Outcome:
         fault.updated(step, before, weights)
         checker.after(weights, optimizer, had)
         if step in arm.updates:
-            updates[step] = {name: weights[name] - before[name] for name in weights}
+            updates[step] = before, {name: value.copy() for name, value in weights.items()}
         for name in weights:
             if not (fault.frozen and name.startswith(fault.frozen)):
                 compute[name] = rounder(arm.compute)(weights[name])
@@ -153,25 +155,24 @@ def write(root: Path, arm: Arm, overrides: tuple[str, ...] = ()) -> Path:
         json.dumps({"state": "done", "reason": "", "attempt": 0, "keeper": "process"})
     )
     (run.path / "attempts/0").mkdir(parents=True, exist_ok=True)
-    for step, grads in outcome.captures.items():
-        write_capture(run.path, step, grads)
-    for step, changes in outcome.updates.items():
-        write_capture(run.path, step, changes, "update")
-    if 1 in outcome.updates:
-        kept = rounder(arm.main)
-        write_capture(run.path, 1, {name: kept(value) for name, value in initial(arm.seed).items()}, "weights")
+    for step in {*outcome.captures, *outcome.updates}:
+        before, after = outcome.updates.get(step, ({}, {}))
+        mean, terms = outcome.witnesses.get(step, ({}, {}))
+        kept = {} if step - 1 in outcome.updates else before
+        parts = {"gradient": outcome.captures.get(step, {}), "local": mean, "before": kept, "after": after}
+        tensors = {f"{part}/{name}": value for part, held in parts.items() for name, value in held.items()}
+        facts = {"terms": terms, "wrong_weights": [], "whole": list(mean)} if mean else {}
+        write_step(run.path, step, tensors, facts)
     outcome.checker.write(run.path)
-    for step, (mean, terms) in outcome.witnesses.items():
-        write_capture(run.path, step, mean, "witness", terms=terms, wrong_weights=[])
     return run.path
 
 
-def write_capture(run: Path, step: int, grads: Params, kind: str = "step", **facts: Any) -> None:
-    """Gradients or updates of a step, as the harness stores them."""
+def write_step(run: Path, step: int, tensors: Params, facts: Mapping[str, Any]) -> None:
+    """A captured step, as the harness stores it."""
     (run / "capture").mkdir(exist_ok=True)
-    path = run / f"capture/{kind}-{step:06d}.safetensors"
-    save_file({name: np.ascontiguousarray(g) for name, g in grads.items()}, path)
-    path.with_suffix(".json").write_text(json.dumps({"step": step, "tensors": {}, **facts}))
+    path = run / f"capture/step-{step:06d}.safetensors"
+    text = json.dumps({"step": step, **facts})
+    save_file({name: np.ascontiguousarray(each) for name, each in tensors.items()}, path, {METADATA: text})
 
 
 def as_study(root: Path, controls: Mapping[Path, Path | None], question: str) -> None:

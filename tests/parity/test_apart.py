@@ -15,9 +15,9 @@ import numpy as np
 
 from harness.parity.tiers import divergence
 from harness.parity.tiers.arithmetic import Arithmetic
-from harness.parity.tiers.divergence import Apart, Jump
+from harness.parity.tiers.divergence import Apart
 from harness.parity.tiers.envelope import Envelope
-from harness.parity.tiers.trajectory import Perturbation
+from harness.parity.tiers.trajectory import Perturbation, Series
 from harness.store import check_stream
 from harness.store.check_stream import CheckedTensor, StreamWriter, step_columns, tensor_columns
 from harness.store.rundir import flatten
@@ -55,7 +55,7 @@ def parted(weights: Any, given: dict[tuple[int, int], float], steps: Any = None,
 
 def jumps(found: Apart, last_stable: int = STEPS, envelope: Envelope = ENVELOPE) -> dict[int, str]:
     """Steps at which a gradient jumps, and whose."""
-    return beyond(found, divergence.gradient_jumps(found, found.local, envelope, last_stable))
+    return beyond(divergence.gradient_jumps(found, found.local, envelope, last_stable))
 
 
 def strides(
@@ -63,12 +63,13 @@ def strides(
 ) -> dict[int, str]:
     """Steps at which weights jump, with gradients so many times as far apart as they are."""
     found = replace(found, local=gradients * found.local, reduced=gradients * found.reduced)
-    return beyond(found, divergence.weight_jumps(found, Perturbation(perturbation, perturbation), last_stable))
+    return beyond(divergence.weight_jumps(found, Perturbation(perturbation, perturbation), last_stable))
 
 
-def beyond(found: Apart, jump: Jump) -> dict[int, str]:
+def beyond(jump: Series) -> dict[int, str]:
     there = np.flatnonzero(jump.observed > jump.allowed)
-    return {int(jump.steps[at]): found.names[int(jump.tensors[at])] for at in there}
+    assert jump.tensors is not None
+    return {int(jump.steps[at]): jump.tensors[at] for at in there}
 
 
 def missing(found: Apart, tensor: int) -> Apart:

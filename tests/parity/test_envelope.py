@@ -6,14 +6,15 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
 
 from harness.config.roundoff import RMS, UNIT
 from harness.parity import Outcome
 from harness.parity.outcome import Grade
+from harness.parity.tensors import read
 from harness.parity.tiers import numeric
 from harness.parity.tiers.arithmetic import ORDERS, SAFETY, Arithmetic, error, margin, noise, of_piece, rounder
 from harness.parity.tiers.envelope import Envelope
@@ -21,7 +22,7 @@ from harness.parity.tiers.gradients import Block, Mismatch, TensorPair
 from harness.store.rundir import flatten
 from tests.parity.arms import Arm
 from tests.parity.conftest import Bench
-from tests.parity.lab import write_capture
+from tests.parity.edits import edit_capture
 from tests.parity.network import bf16
 from tests.support.mutants import each_found_by
 
@@ -284,7 +285,7 @@ COUNTED = Arithmetic.of(flatten(ARM.config()))
 def knowing(bench: Bench, tmp_path: Path, **moves: float) -> Path:
     """The exact control, with a reach of 1e-7 for every tensor, and another where one is given."""
     run = bench.copy(REFERENCE, tmp_path / "control")
-    names = load_file(run / "capture/step-000001.safetensors")
+    names = read(run / "capture", (1,), ()).gradients[1].tensors
     reach = {name: {"distance": moves.get(name.replace(".", "_"), 1e-7), "scale": 1e-8} for name in names}
     reach[""] = {"distance": 1e-7, "scale": 1e-8, "loss": 1e-8}
     (run / "capture/rounding-000001.json").write_text(json.dumps({"draws": 8, "moves": {"fp32": reach}}))
@@ -294,10 +295,13 @@ def knowing(bench: Bench, tmp_path: Path, **moves: float) -> Path:
 def moved(bench: Bench, tmp_path: Path, off: float) -> Path:
     """The arm, with noise of a relative size on one tensor."""
     run = bench.copy(ARM, tmp_path / "moved")
-    grads = load_file(run / "capture/step-000001.safetensors")
-    noise = np.random.default_rng(5).standard_normal(grads[TENSOR].shape)
-    grads[TENSOR] += (off * noise * np.linalg.norm(grads[TENSOR]) / np.linalg.norm(noise)).astype(np.float32)
-    write_capture(run, 1, grads)
+
+    def change(tensors: dict[str, Any]) -> None:
+        grad = tensors[f"gradient/{TENSOR}"]
+        noise = np.random.default_rng(5).standard_normal(grad.shape)
+        grad += (off * noise * np.linalg.norm(grad) / np.linalg.norm(noise)).astype(np.float32)
+
+    edit_capture(run, 1, change)
     return run
 
 

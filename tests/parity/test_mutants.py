@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
 
 from harness.parity import Grade, Outcome, Verdict, compare
 from harness.parity.tiers import numeric
@@ -29,8 +28,8 @@ from harness.store.rundir import flatten
 from tests.parity.arms import Arm, broken
 from tests.parity.conftest import Bench
 from tests.parity.corpus import FAULTS, FP32, OURS, OURS_BF16, TWINS, WIDE, Case, fifteen_bits, stored_as
-from tests.parity.edits import edit_config, edit_json, edit_lines, next_float
-from tests.parity.lab import CLEAN, write_capture
+from tests.parity.edits import edit_capture, edit_config, edit_json, edit_lines, next_float
+from tests.parity.lab import CLEAN
 from tests.support.mutants import each
 
 PASSES = (Outcome.EQUAL, Outcome.EQUIVALENT)
@@ -109,9 +108,11 @@ def _one_bit(lines: list[dict[str, Any]]) -> None:
 
 def _flipped(run: Path) -> None:
     """The lowest bit of one element of one captured gradient."""
-    grads = load_file(run / "capture/step-000001.safetensors")
-    grads["embedding.weight"].ravel().view(np.uint32)[0] ^= 1
-    write_capture(run, 1, grads)
+
+    def change(tensors: dict[str, Any]) -> None:
+        tensors["gradient/embedding.weight"].ravel().view(np.uint32)[0] ^= 1
+
+    edit_capture(run, 1, change)
 
 
 def _other_data(lines: list[dict[str, Any]]) -> None:

@@ -10,16 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.numpy import load_file
 
 from harness.config.update_rule import Rule, UpdateState
 from harness.parity.alone import optimizer
 from harness.parity.outcome import Finding, Grade, Outcome, Stage
 from harness.parity.record import load
+from harness.parity.tensors import read
 from tests.parity.arms import Arm, Params, broken
 from tests.parity.conftest import Bench
-from tests.parity.edits import edit_config
-from tests.parity.lab import write_capture
+from tests.parity.edits import edit_capture, edit_config
 from tests.parity.network import initial
 from tests.support.mutants import finds
 
@@ -144,9 +143,12 @@ def test_one_factor_on_all_clipped_gradients_is_of_clipping_or_of_sgd(bench: Ben
 
 def test_a_lost_tail_of_an_update_shows_in_its_piece(bench: Bench, tmp_path: Path) -> None:
     run = bench.copy(THREE, tmp_path)
-    changes = load_file(run / "capture/update-000002.safetensors")
-    changes["blocks.0.w_up.weight"].ravel()[-2:] = 0.0
-    write_capture(run, 2, changes, "update")
+    before = read(run / "capture", (), (1, 2)).ends[1].values("blocks.0.w_up.weight")
+
+    def change(tensors: dict[str, Any]) -> None:
+        tensors["after/blocks.0.w_up.weight"].ravel()[-2:] = before.ravel()[-2:]
+
+    edit_capture(run, 2, change)
     found = wrong(judged(run))
     assert {finding.step for finding in found} == {2, 3}  # and then other weights are decayed
     assert found[0].tensor == "blocks.0.w_up.weight"
@@ -156,8 +158,7 @@ def test_a_lost_tail_of_an_update_shows_in_its_piece(bench: Bench, tmp_path: Pat
 def test_what_has_no_gradient_must_not_move(bench: Bench, tmp_path: Path) -> None:
     run = bench.copy(THREE, tmp_path)
     for step in (1, 2, 3):
-        grads = load_file(run / f"capture/step-{step:06d}.safetensors")
-        write_capture(run, step, {name: value for name, value in grads.items() if name != "embedding.weight"})
+        edit_capture(run, step, lambda tensors: tensors.pop("gradient/embedding.weight"))
     assert "update without a gradient" in {finding.check for finding in wrong(judged(run))}
 
 

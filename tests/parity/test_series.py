@@ -267,7 +267,7 @@ test_a_mutant_is_found = finds(
     """,
     test_a_broken_run_is_different="""
         no number: An infinite loss passes
-            parity.series.Measure.broken: ~np.isfinite(self.new) => np.isnan(self.new)
+            parity.series._without_tests: ~np.isfinite(each.new) => np.isnan(each.new)
     """,
     test_the_last_row_of_a_step_counts="""
         resumed rows: The first row of a step counts

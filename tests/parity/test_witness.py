@@ -37,7 +37,7 @@ from tests.parity.corpus import (
     tail_lost,
     unreduced,
 )
-from tests.parity.edits import edit_json
+from tests.parity.edits import edit_capture, edit_json
 from tests.support.mutants import finds, kills
 
 TINY_RUN = Arithmetic("fp32", "fp32", "fp32", "fp32", 4, 2, 2, 4, 2048, 512, 200_000)
@@ -95,7 +95,7 @@ def test_two_runs_with_the_same_fault_are_different_too(bench: Bench) -> None:
 def test_wrong_weights_come_first(bench: Bench, tmp_path: Path) -> None:
     run = bench.copy(SEEN, tmp_path)
     wrong = {"rank": 1, "tensor": "head.output.weight", "what": "computed with other weights than the main ones"}
-    edit_json(run / "capture" / "witness-000001.json", wrong_weights=[wrong])
+    edit_capture(run, 1, lambda tensors: None, wrong_weights=[wrong])
     verdict = bench.held(run, CONTROL)
     assert verdict.outcome is Outcome.DIFFERENT
     assert "weights of the forward (gather, first in head.output.weight)" in verdict.sentence

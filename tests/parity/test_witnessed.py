@@ -255,7 +255,7 @@ test_a_mutant_is_found = finds(
         no doubt: Beyond its bound all is refuted
             parity.alone.every_step.bounds: REFUTED * allowed => allowed
         the tensor of another row: The tensor is that of another step
-            parity.alone.every_step._named: indices[rows[at]] => indices[at - 1]
+            parity.alone.every_step._tensors: [rows] => [rows - 1]
     """,
     wrong_8_bits="""
         8 bits owe nothing: What was equal before is refuted by nothing afterwards

@@ -118,7 +118,7 @@ def test_an_axis_is_given_the_switches_only_where_they_were_asked_for(
 
     monkeypatch.setattr(SharpOwnership, "axis_groups", groups)
     monkeypatch.setattr(native.DeviceMesh, "from_group", lambda *_, **__: "given")
-    monkeypatch.setattr(native, "data_parallel_mesh", lambda *_: "not given")
+    monkeypatch.setattr(native, "mesh_of", lambda *_: "not given")
     mesh = native._axes(config, Ranks(0, 4, 0, CUDA, SharpOwnership(CUDA)))["device_mesh"]
     assert mesh == ("given" if given else "not given")
     assert seen == [(2, "dp_outer" if config.sharp.group is SharpAxis.dp_outer else "dp")] * given

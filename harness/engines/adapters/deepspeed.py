@@ -139,21 +139,28 @@ class DeepspeedEngine(Engine):
 
     def accounted_bytes(self) -> dict[str, int]:
         """Bytes by role. ZeRO-1 keeps the full gradient between microbatches, ZeRO-2 and 3 this rank's share."""
-        trained = sum(self.shapes[name].numel() for name in self.trained)
+        sizes = {name: shape.numel() for name, shape in self.shapes.items()}
+        trained = sum(sizes[name] for name in self.trained)
         flat = sum(tensor.numel() for tensor in self.main.values())
+        compute, unused, reduced = sum(sizes.values()), flat * self.ranks.world_size - trained, 0
+        if self.stage == 3:  # small parameters stay whole, and so does what gradients are reduced from
+            persistent = {id(param) for param in self.engine.optimizer.persistent_parameters}
+            held = sum(shard.numel for shard in self.shards.values())
+            compute = held + sum(sizes[name] for name, param in self.params.items() if id(param) in persistent)
+            unused = sum(param.ds_tensor.numel() for param in self.params.values()) - held
+            reduced = sum(bucket.buffer.nbytes for bucket in self.engine.optimizer.ipg_buckets.values())
         spare = flat - sum(self.shards[name].numel for name in self.trained)
         moments = {key: t for key, t in self.state().tensors.items() if key.startswith("optimizer/")}
         per_element = sum(t.element_size() for key, t in moments.items() if not key.endswith("/step")) // len(self.main)
         optimizer = sum(tensor.numel() * tensor.element_size() for tensor in moments.values())
         grads = trained if self.stage < 2 else flat - spare
-        compute = self._compute_elements()
         return {
-            "compute_weights": (compute + self._kept_elements()) * self.compute_dtype.itemsize,
+            "compute_weights": compute * self.compute_dtype.itemsize,
             "main_weights": (flat - spare) * MAIN_BYTES,
             "main_grads": grads * MAIN_BYTES,
             "optimizer": optimizer - spare * per_element,
-            "padding": spare * (MAIN_BYTES + per_element) + self._compute_padding() * self.compute_dtype.itemsize,
-            "buffers": sum(buffer.nbytes for buffer in self.model.buffers()) + self._reduced_from(),
+            "padding": spare * (MAIN_BYTES + per_element) + unused * self.compute_dtype.itemsize,
+            "buffers": sum(buffer.nbytes for buffer in self.model.buffers()) + reduced,
         }
 
     def close(self) -> None:
@@ -161,17 +168,11 @@ class DeepspeedEngine(Engine):
             self.engine.destroy()
             self.engine = None
 
-    def _reduced_from(self) -> int:
-        """Bytes of what ZeRO-3 reduces gradients from, which stays."""
-        buckets = self.engine.optimizer.ipg_buckets.values() if self.stage == 3 else ()
-        return sum(bucket.buffer.nbytes for bucket in buckets)
-
     def _main_weights(self) -> dict[str, Tensor]:
         optimizer = self.engine.optimizer
-        for attribute in ("fp32_partitioned_groups_flat", "fp32_groups_flat_partition"):
-            if hasattr(optimizer, attribute):
-                return {f"group{index}": flat for index, flat in enumerate(getattr(optimizer, attribute))}
-        return {f"group{index}": flat for index, flat in enumerate(optimizer.single_partition_of_fp32_groups)}
+        names = ("fp32_partitioned_groups_flat", "fp32_groups_flat_partition", "single_partition_of_fp32_groups")
+        flats = next(getattr(optimizer, name) for name in names if hasattr(optimizer, name))
+        return {f"group{index}": flat for index, flat in enumerate(flats)}
 
     @torch.no_grad()
     def _fill_main_weights(self) -> None:
@@ -202,24 +203,6 @@ class DeepspeedEngine(Engine):
         yield
         for group, params in zip(self.base.param_groups, before, strict=True):
             group["params"] = params
-
-    def _compute_elements(self) -> int:
-        if self.stage < 3:
-            return sum(shape.numel() for shape in self.shapes.values())
-        return sum(shard.numel for shard in self.shards.values())
-
-    def _kept_elements(self) -> int:
-        if self.stage < 3:
-            return 0
-        kept = {id(param) for param in self.engine.optimizer.persistent_parameters}
-        return sum(self.shapes[name].numel() for name, param in self.params.items() if id(param) in kept)
-
-    def _compute_padding(self) -> int:
-        if self.stage == 3:
-            padded: int = sum(param.ds_tensor.numel() for param in self.params.values())
-            return padded - self._compute_elements()
-        flat = sum(tensor.numel() for tensor in self.main.values()) * self.ranks.world_size
-        return flat - sum(self.shapes[name].numel() for name in self.trained)
 
 
 def deepspeed_config(config: Config, stage: int) -> dict[str, Any]:

@@ -39,7 +39,7 @@ from torch.distributed.fsdp.wrap import CustomPolicy
 
 from harness.capture.shards import flat_pieces
 from harness.config.schema import Config, Strategy
-from harness.engines.base.sharded import ShardedEngine, data_parallel_mesh, units_of
+from harness.engines.base.sharded import ShardedEngine, mesh_of, units_of
 from harness.engines.protocol import Ranks, Seen, Workload
 from harness.fsdp import create_state
 from harness.probe.step_checks.pieces import Piece
@@ -65,7 +65,7 @@ class Fsdp1Engine(ShardedEngine):
         shapes = {name: param.shape for name, param in model.named_parameters()}
         filler = _Filler(workload, model, ranks.device)
         strategy = STRATEGIES[config.sharding.strategy][config.mesh.dp_outer > 1]
-        mesh = data_parallel_mesh(config, ranks)
+        mesh = mesh_of(config, ranks)
         units = {id(unit) for unit in units_of(model, workload.unit_classes)}
         with warnings.catch_warnings():
             for message, category in KNOWN_WARNINGS:

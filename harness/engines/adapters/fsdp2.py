@@ -33,18 +33,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from harness.config.schema import Config, OptimizerName, Strategy
 from harness.engines import optim
-from harness.engines.base.sharded import ShardedEngine, data_parallel_mesh, grid_mesh, units_of
+from harness.engines.base.sharded import ShardedEngine, mesh_of, units_of
 from harness.engines.protocol import Microbatch, Ranks, Seen, State, Workload
 from harness.fsdp import TpShard
 
@@ -74,22 +75,11 @@ class Fsdp2Engine(ShardedEngine):
             cast_forward_inputs=False,
         )
         self.keeps_weights = config.sharding.strategy is Strategy.optim_grads
+        shard: Any = partial(fully_shard, mesh=mesh, mp_policy=policy)
         for unit in units_of(model, workload.unit_classes):
-            fully_shard(
-                unit,
-                mesh=mesh,
-                reshard_after_forward=not self.keeps_weights,
-                mp_policy=policy,
-                offload_policy=OffloadPolicy(),
-            )
+            shard(unit, reshard_after_forward=not self.keeps_weights)
         # None: torch keeps the root's weights from forward to backward, where they are needed first.
-        root = fully_shard(
-            model,
-            mesh=mesh,
-            reshard_after_forward=False if self.keeps_weights else None,
-            mp_policy=policy,
-            offload_policy=OffloadPolicy(),
-        )
+        root = shard(model, reshard_after_forward=False if self.keeps_weights else None)
         if AGREES_ON_UNUSED:
             root.set_reduce_scatter_unused_params(True)
         elif workload.may_leave_unused and mesh.size() > 1:
@@ -109,10 +99,9 @@ class Fsdp2Engine(ShardedEngine):
 
     def _meshes(self, model: nn.Module) -> tuple[DeviceMesh, dist.ProcessGroup | None]:
         """Data-parallel mesh, and tensor-parallel ranks after cutting the model. Collective over all ranks."""
-        config = self.config
+        config, grid = self.config, mesh_of(self.config, self.ranks)
         if config.mesh.tp == 1:
-            return data_parallel_mesh(config, self.ranks), None
-        grid = grid_mesh(config, self.ranks)
+            return grid, None
         self.workload.cut(model, grid["tp"], sequence_parallel=config.mesh.sequence_parallel)
         data = grid["dp_shard"] if config.mesh.dp_outer == 1 else grid["dp_outer", "dp_shard"]
         return data, grid.get_group("tp")

@@ -22,7 +22,7 @@ from harness.config.derived import engine_options, global_microbatches, wants_in
 from harness.config.schema import DTYPE_ROLES, Config, DtypeConfig, SharpAxis
 from harness.engines import optim
 from harness.engines.base.plain import evaluating
-from harness.engines.base.sharded import data_parallel_mesh, grid_mesh
+from harness.engines.base.sharded import mesh_of
 from harness.engines.protocol import TORCH_DTYPES, Engine, Microbatch, Ranks, Scaled, Seen, State, Workload
 from harness.fsdp import MixedPrecisionPolicy, create_state, fully_shard_model, fully_shard_optimizer
 
@@ -176,10 +176,10 @@ def _axes(config: Config, ranks: Ranks) -> dict[str, Any]:
     """Arguments of `fully_shard_model` for several axes. Collective over all ranks."""
     outer = {"dp_outer_dim": "dp_outer"} if config.mesh.dp_outer > 1 else {}
     if config.mesh.tp > 1:
-        return {"device_mesh": grid_mesh(config, ranks), "dp_shard_dim": "dp_shard", "tp_dim": "tp"} | outer
+        return {"device_mesh": mesh_of(config, ranks), "dp_shard_dim": "dp_shard", "tp_dim": "tp"} | outer
     if not outer:
         return {}
-    mesh = _sharp_mesh(config, ranks) if wants_infiniband_sharp(config) else data_parallel_mesh(config, ranks)
+    mesh = _sharp_mesh(config, ranks) if wants_infiniband_sharp(config) else mesh_of(config, ranks)
     return {"device_mesh": mesh, "dp_shard_dim": "dp_shard", "hybrid_fsdp_group": dist.group.WORLD} | outer
 
 

@@ -225,20 +225,13 @@ def whole(
     return found
 
 
-def data_parallel_mesh(config: Config, ranks: Ranks) -> DeviceMesh:
-    """One axis `dp_shard`, or `dp_outer` x `dp_shard` in outer-major order. Collective over all ranks."""
-    outer = config.mesh.dp_outer
-    if outer == 1:
-        return init_device_mesh(ranks.device.type, (ranks.world_size,), mesh_dim_names=("dp_shard",))
-    inner = ranks.world_size // outer
-    return init_device_mesh(ranks.device.type, (outer, inner), mesh_dim_names=("dp_outer", "dp_shard"))
-
-
-def grid_mesh(config: Config, ranks: Ranks) -> DeviceMesh:
-    """Three axes, `dp_outer` x `dp_shard` x `tp`: tensor-parallel ranks are neighbours. Collective over all ranks."""
+def mesh_of(config: Config, ranks: Ranks) -> DeviceMesh:
+    """`dp_outer` x `dp_shard` x `tp`, without an outer or tensor-parallel axis of one rank; tensor-parallel ranks are
+    neighbours. Collective over all ranks."""
     outer, tp = config.mesh.dp_outer, config.mesh.tp
-    shape = (outer, ranks.world_size // tp // outer, tp)
-    return init_device_mesh(ranks.device.type, shape, mesh_dim_names=("dp_outer", "dp_shard", "tp"))
+    sizes = {"dp_outer": outer, "dp_shard": ranks.world_size // (outer * tp), "tp": tp}
+    axes = {name: size for name, size in sizes.items() if size > 1 or name == "dp_shard"}
+    return init_device_mesh(ranks.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
 
 def units_of(model: nn.Module, classes: Sequence[type[nn.Module]]) -> list[nn.Module]:

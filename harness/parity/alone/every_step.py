@@ -153,28 +153,18 @@ def _column(run: Record, stream: Stream, name: str, arithmetic: Arithmetic) -> l
     allowed, refuted = np.full(len(rows), limit), np.full(len(rows), most)
     if name == RECOMPUTED:
         refuted[_owed_again(run, arithmetic, values[rows])] = min(most, max(limit, REFUTED * _rounded(arithmetic)))
-    found = []
-    for part, said in (
-        (~beyond, look),
-        (beyond, replace(look, check=AFTER_END, wrong="changed after the last update")),
-    ):
-        observed, note = values[rows][part], f"in {run.name}, {said.wrong}"
-        bounded = allowed[part], refuted[part]
-        series = Series(said.check, said.stage, steps[part], observed, *bounded, said.since, note)
-        found += series.findings(_named(stream, name, rows[part]))
-    return found
+    note, tensors = f"in {run.name}, {look.wrong}", _tensors(stream, name, rows)
+    series = Series(look.check, look.stage, steps, values[rows], allowed, refuted, look.since, note, tensors)
+    after_end = replace(series, check=AFTER_END, note=f"in {run.name}, changed after the last update")
+    return [*series.at(~beyond).findings(), *after_end.at(beyond).findings()]
 
 
-def _named(stream: Stream, name: str, rows: NDArray[np.int64]):  # type: ignore[no-untyped-def]
+def _tensors(stream: Stream, name: str, rows: NDArray[np.int64]) -> NDArray[np.object_] | None:
+    """Name of the tensor that each row of a column is about; None where it is about none."""
     if name == "norm":
-        return lambda at: None
-    indices = stream.column(f"{name}_tensor")
-
-    def tensor(at: int) -> str | None:
-        index = indices[rows[at]]
-        return stream.tensors[int(index)].name if 0 <= index < len(stream.tensors) else None
-
-    return tensor
+        return None
+    names = {place: each.name for place, each in enumerate(stream.tensors)}
+    return np.array([names.get(index) for index in stream.column(f"{name}_tensor")[rows].tolist()], dtype=object)
 
 
 def _owed_again(run: Record, arithmetic: Arithmetic, values: NDArray[np.float64]) -> NDArray[np.bool_]:

@@ -173,8 +173,7 @@ SCALES = ("scale of all gradients", "gradient scale")
 
 
 def _named(first: Finding, findings: Sequence[Finding]) -> Finding:
-    like = (f for f in findings if (f.step, f.stage, f.grade) == (first.step, first.stage, first.grade))
-    same = (f for f in like if f.tensor)
+    same = (f for f in findings if (f.step, f.stage, f.grade) == (first.step, first.stage, first.grade) and f.tensor)
     return next(same, first)
 
 

@@ -8,7 +8,7 @@ losses raise a doubt and refute nothing.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -152,19 +152,7 @@ def _largest(values: Float64, window: int) -> Float64:
     return found
 
 
-@dataclass(frozen=True)
-class Jump:
-    steps: NDArray[np.int64]
-    tensors: NDArray[np.int64]
-    """Index in `Apart.names`."""
-    observed: Float64
-    allowed: Float64
-
-    def at(self, chosen: NDArray[np.bool_]) -> Jump:
-        return Jump(self.steps[chosen], self.tensors[chosen], self.observed[chosen], self.allowed[chosen])
-
-
-def gradient_jumps(found: Apart, distances: Float64, envelope: Envelope, last_stable: int) -> Jump:
+def gradient_jumps(found: Apart, distances: Float64, envelope: Envelope, last_stable: int) -> Series:
     """Distances of gradients given those of the weights.
 
     Args: distances: `found.local` or `found.reduced`. last_stable: last step at which the control is stable.
@@ -188,7 +176,7 @@ def gradient_jumps(found: Apart, distances: Float64, envelope: Envelope, last_st
     return _farthest(found, distances, DRAW * np.maximum(floors, JUMP * burst * held * before))
 
 
-def weight_jumps(found: Apart, push: Perturbation, last_stable: int) -> Jump:
+def weight_jumps(found: Apart, push: Perturbation, last_stable: int) -> Series:
     """Distances of weights from the second kept step on, against their past maximum.
 
     `last_stable`: the last step at which the control is stable.
@@ -203,18 +191,15 @@ def weight_jumps(found: Apart, push: Perturbation, last_stable: int) -> Jump:
     return _farthest(found, found.weights, DRAW * (STRIDE * burst * held + perturbation))
 
 
-def _farthest(found: Apart, distances: Float64, allowed: Float64) -> Jump:
+def _farthest(found: Apart, distances: Float64, allowed: Float64) -> Series:
+    """Of each step the tensor that is farthest beyond what is allowed."""
     seen = ~np.isnan(distances).all(1)
     with np.errstate(divide="ignore", invalid="ignore"):
         ratios = np.where(np.isnan(distances), -1.0, np.nan_to_num(distances / allowed, nan=0.0, posinf=np.inf))
-    places = ratios.argmax(1)
-    rows = np.flatnonzero(seen)
-    return Jump(
-        found.steps[rows],
-        places[rows],
-        distances[rows, places[rows]],
-        np.broadcast_to(allowed, ratios.shape)[rows, places[rows]],
-    )
+    rows, places = np.flatnonzero(seen), ratios.argmax(1)[seen]
+    observed, limit = distances[rows, places], np.broadcast_to(allowed, ratios.shape)[rows, places]
+    steps, never, names = found.steps[rows], np.full(len(rows), np.inf), np.array(found.names, dtype=object)[places]
+    return Series(WEIGHTS, Stage.optimizer, steps, observed, limit, never, note=UNEXPLAINED, tensors=names)
 
 
 GIVEN = "{} given the weights"
@@ -251,16 +236,13 @@ def jumps(
     asked = np.where(weights.steps <= certain, wide, weights.steps <= last_stable)
     seen, after = bool(len(local.steps)), Stage.clipping if len(reduced.steps) else begins
     kinds = []
-    for check, jump, stage, since in (
+    for check, series, stage, since in (
         (GIVEN.format("local gradient"), local, Stage.gradient, begins),
         (GIVEN.format("gradient"), reduced, taken, Stage.reduction if seen else begins),
         (WEIGHTS, weights.at(asked), Stage.optimizer, after),
     ):
-        judged = jump.at(jump.steps >= first)
-        names = [found.names[tensor] for tensor in judged.tensors]
-        limit = np.full(len(judged.steps), np.inf)
-        series = Series(check, stage, judged.steps, judged.observed, judged.allowed, limit, since, UNEXPLAINED)
-        kinds.append(series.findings(names.__getitem__))
+        judged = replace(series.at(series.steps >= first), check=check, stage=stage, since=since)
+        kinds.append(judged.findings())
     return [kind for kind in kinds if kind]
 
 

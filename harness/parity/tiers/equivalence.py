@@ -40,12 +40,12 @@ class PairedTest:
     margin: float
     pairs: int
     mean: float
-    sd: float
-    low: float
-    high: float
-    p_equivalent: float
+    sd: float = math.nan
+    low: float = math.nan
+    high: float = math.nan
+    p_equivalent: float = 1.0
     """p-value of |mean| >= margin, by TOST; small: equivalent."""
-    p_different: float
+    p_different: float = 1.0
     """p-value of |mean| <= margin; small: different."""
     groups: int = 1
     """1: differences of pairs. 2: of two groups' means; `sd` is that of one run, `pairs` the smaller group."""
@@ -102,10 +102,9 @@ def paired_test(measure: str, differences: Sequence[float], margin: float) -> Pa
     n = len(differences)
     mean = math.fsum(differences) / n if n else math.nan
     if n < 2 or not math.isfinite(mean):
-        return PairedTest(measure, margin, n, mean, math.nan, math.nan, math.nan, 1.0, 1.0)
+        return PairedTest(measure, margin, n, mean)
     sd = math.sqrt(math.fsum((d - mean) ** 2 for d in differences) / (n - 1))
-    found = PairedTest(measure, margin, n, mean, sd, math.nan, math.nan, 1.0, 1.0, df=n - 1)
-    return _tested(found, sd / math.sqrt(n))
+    return _tested(PairedTest(measure, margin, n, mean, sd, df=n - 1), sd / math.sqrt(n))
 
 
 def unpaired_test(measure: str, arm: Sequence[float], control: Sequence[float], margin: float) -> PairedTest:
@@ -116,7 +115,7 @@ def unpaired_test(measure: str, arm: Sequence[float], control: Sequence[float], 
     df, count = len(arm) + len(control) - 2, min(len(arm), len(control))
     means = [math.fsum(group) / len(group) for group in (arm, control)]
     apart = means[0] - means[1]
-    found = PairedTest(measure, margin, count, apart, math.nan, math.nan, math.nan, 1.0, 1.0, groups=2, df=df)
+    found = PairedTest(measure, margin, count, apart, groups=2, df=df)
     if df < 1 or not math.isfinite(apart):
         return found
     squares = [(value - mean) ** 2 for group, mean in zip((arm, control), means, strict=True) for value in group]
@@ -159,8 +158,8 @@ def seeds_needed(tests: Sequence[PairedTest], level: float) -> int | None:
 
     Args: tests: of one arm. level: of each one-sided test.
     """
-    found = [_needed(each, level) for each in tests]
-    return None if any(n is None for n in found) else max((n for n in found if n is not None), default=None)
+    found = [n for each in tests if (n := _needed(each, level)) is not None]
+    return max(found, default=None) if len(found) == len(tests) else None
 
 
 def _needed(found: PairedTest, level: float) -> int | None:

@@ -46,7 +46,7 @@ def first_step(
     odd = partial(fact, "tensor exists", Stage.gradient, tier="T2", step=1, note=note)
     kinds = [
         [odd(each.arm, each.control, tensor=each.name) for each in mismatches],
-        [_pooled(pool(list(pairs)), envelope, factors)] if pairs else [],
+        [_scale(pool(list(pairs)), envelope, factors)] if pairs else [],
         [_first_distance(pair, envelope) for pair in pairs],
         [_block(pair, envelope) for pair in pairs],
         [_scale(pair, envelope, factors) for pair in pairs],
@@ -155,20 +155,17 @@ def _block(pair: TensorPair, envelope: Envelope) -> Finding:
     return measured("gradient, worst piece", stage, off, allowed, refuted, step=1, tensor=pair.name, note=pair.where)
 
 
-def _scale(pair: TensorPair, envelope: Envelope, factors: Sequence[tuple[float, str]]) -> Finding:
-    allowed = envelope.scale(pair.standard_error, pair.residual)
-    if pair.numel < HANDFUL:
-        allowed = max(allowed, envelope.tensor(pair.name, pair.numel))
-    refuted = REFUTED * (allowed + _room(pair, envelope.rerouted_scale))
-    off, why = abs(pair.b), partial(explain, pair.b, allowed, factors)
-    return measured("gradient scale", Stage.gradient, off, allowed, refuted, step=1, tensor=pair.name, note=why)
-
-
-def _pooled(pooled: Pooled, envelope: Envelope, factors: Sequence[tuple[float, str]]) -> Finding:
-    allowed = envelope.global_scale(pooled.standard_error, pooled.residual)
-    refuted = REFUTED * (allowed + envelope.rerouted_scale)
-    off, why = abs(pooled.b), partial(explain, pooled.b, allowed, factors)
-    return measured("scale of all gradients", Stage.gradient, off, allowed, refuted, step=1, note=why)
+def _scale(of: TensorPair | Pooled, envelope: Envelope, factors: Sequence[tuple[float, str]]) -> Finding:
+    if isinstance(of, Pooled):
+        check, tensor, rerouted = "scale of all gradients", None, envelope.rerouted_scale
+        allowed = envelope.global_scale(of.standard_error, of.residual)
+    else:
+        check, tensor, rerouted = "gradient scale", of.name, _room(of, envelope.rerouted_scale)
+        allowed = envelope.scale(of.standard_error, of.residual)
+        if of.numel < HANDFUL:
+            allowed = max(allowed, envelope.tensor(of.name, of.numel))
+    refuted, why = REFUTED * (allowed + rerouted), partial(explain, of.b, allowed, factors)
+    return measured(check, Stage.gradient, abs(of.b), allowed, refuted, step=1, tensor=tensor, note=why)
 
 
 UPDATE_CEILING = 0.5
@@ -191,8 +188,12 @@ def update_sizes(
     found = []
     for pair in pairs:
         allowed, refuted = _bounds_of_size(step, pair, envelope, runs, gradients.get(pair.name))
-        if allowed <= UPDATE_CEILING:
-            found.append(_size(step, pair, allowed, max(refuted, REFUTED * grown), runs[1]))
+        if allowed > UPDATE_CEILING:
+            continue
+        ratio = pair.arm_norm / pair.norm if pair.norm else math.inf if pair.arm_norm else 1.0
+        off, why = abs(ratio - 1.0), partial(_explain_size, ratio, step, allowed, runs[1])
+        told = partial(measured, "update size", Stage.optimizer, step=step, tensor=pair.name, note=why)
+        found.append(told(off, allowed, max(refuted, REFUTED * grown)))
     return found
 
 
@@ -205,13 +206,6 @@ def _bounds_of_size(
     rounding = unit * math.sqrt(pair.numel) / pair.norm if pair.norm else 0.0
     allowed = push * growth(EXPECTED_GROWTH, step + 1) + rounding
     return allowed, max(allowed, REFUTED * (push * growth(MOST_GROWTH, step + 1) + rounding))
-
-
-def _size(step: int, pair: TensorPair, allowed: float, refuted: float, control: Record) -> Finding:
-    ratio = pair.arm_norm / pair.norm if pair.norm else math.inf if pair.arm_norm else 1.0
-    off, stage = abs(ratio - 1.0), Stage.optimizer
-    why = partial(_explain_size, ratio, step, allowed, control)
-    return measured("update size", stage, off, allowed, refuted, step=step, tensor=pair.name, note=why)
 
 
 def _explain_size(ratio: float, step: int, allowed: float, control: Record) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -124,24 +124,19 @@ def losses(arm: Record, control: Record, envelope: Envelope, push: Perturbation,
     refuted = np.maximum(allowed, REFUTED * (envelope.loss + envelope.rerouted_loss + most))
     hot = steps > span.last_stable
     allowed, refuted = np.where(hot, max(LOSS_CEILING, envelope.loss), allowed), np.where(hot, np.inf, refuted)
-    first = int((steps == 1).sum())
-    parts = ((slice(0, first), Stage.forward, None), (slice(first, None), Stage.optimizer, Stage.weights))
-    return [
-        Series(LOSS, stage, steps[part], observed[part], allowed[part], refuted[part], since)
-        for part, stage, since in parts
-    ]
+    series = Series(LOSS, Stage.forward, steps, observed, allowed, refuted)
+    later = replace(series, stage=Stage.optimizer, since=Stage.weights)
+    return [series.at(steps == 1), later.at(steps > 1)]
 
 
 def _norms(arm: Record, control: Record, envelope: Envelope, push: Perturbation, span: Span) -> Series:
     steps, left, right = _pairs("grad_norm", arm, control, min(span.last, span.last_stable))
     drift = push.weights * growths(EXPECTED_GROWTH, steps)
-    judged = drift <= NORM_CEILING
     observed = relative(left, right)
     most = np.maximum(push.weights * growths(MOST_GROWTH, steps), np.where(steps > 2, grown(observed, ROUNDED), 0.0))
     refuted = REFUTED * (envelope.norm + envelope.rerouted_norm + most)
-    return Series(
-        NORM, Stage.gradient, steps[judged], observed[judged], (envelope.norm + drift)[judged], refuted[judged]
-    )
+    series = Series(NORM, Stage.gradient, steps, observed, envelope.norm + drift, refuted)
+    return series.at(drift <= NORM_CEILING)
 
 
 EXPECTED_GROWTH = 1.5
@@ -216,7 +211,7 @@ class Series:
     """One check at many steps, and a Finding for each failed one up to `LISTED`, the worst of further ones with their
     number, and the worst of passed ones with theirs.
 
-    steps: counted from 1. observed, allowed, refuted: one a step, as in `outcome.grade`.
+    steps: counted from 1. observed, allowed, refuted: one a step, as in `outcome.grade`. tensors: names, if any.
     """
 
     check: str
@@ -227,9 +222,17 @@ class Series:
     refuted: Float64
     since: Stage | None = None
     note: str = ""
+    tensors: NDArray[np.object_] | None = None
 
-    def finding(self, at: int, count: int = 1, tensor: str | None = None) -> Finding:
+    def at(self, chosen: NDArray[np.bool_]) -> Series:
+        """The chosen steps."""
+        of_steps = ("steps", "observed", "allowed", "refuted", "tensors")
+        held = {name: getattr(self, name) for name in of_steps}
+        return replace(self, **{name: each if each is None else each[chosen] for name, each in held.items()})
+
+    def finding(self, at: int, count: int = 1) -> Finding:
         numbers, step = (float(each[at]) for each in (self.observed, self.allowed, self.refuted)), int(self.steps[at])
+        tensor = None if self.tensors is None else self.tensors[at]
         return measured(
             self.check, self.stage, *numbers, step=step, tensor=tensor, note=self.note, since=self.since, count=count
         )
@@ -237,18 +240,15 @@ class Series:
     def every(self) -> list[Finding]:
         return [self.finding(at) for at in range(len(self.steps))]
 
-    def findings(self, tensor: Callable[[int], str | None] = lambda at: None) -> list[Finding]:
-        failed = np.flatnonzero(~(self.observed <= self.allowed))
-        passed = np.flatnonzero(self.observed <= self.allowed)
-        listed, rest = failed[:LISTED], failed[LISTED:]
-        found = [self.finding(int(at), tensor=tensor(int(at))) for at in listed]
+    def findings(self) -> list[Finding]:
+        is_fine = self.observed <= self.allowed
+        failed, passed = np.flatnonzero(~is_fine), np.flatnonzero(is_fine)
+        found, rest = [self.finding(int(at)) for at in failed[:LISTED]], failed[LISTED:]
         if rest.size:
             bad = rest[~(self.observed[rest] <= self.refuted[rest])]
-            worst = int(self._farthest(bad if bad.size else rest))
-            found.append(self.finding(worst, int(rest.size), tensor(worst)))
+            found.append(self.finding(self._farthest(bad if bad.size else rest), int(rest.size)))
         if passed.size:
-            worst = int(self._farthest(passed))
-            found.append(self.finding(worst, int(passed.size), tensor(worst)))
+            found.append(self.finding(self._farthest(passed), int(passed.size)))
         return found
 
     def _farthest(self, places: NDArray[np.int64]) -> int:

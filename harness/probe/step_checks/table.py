@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -108,9 +109,8 @@ def step_numbers(
     reduced, squares = summed.read("reduced"), summed.read("reduced_squares")
     before, after = np.sqrt(summed.read("before_squares")), np.sqrt(summed.read("after_squares"))
     nothing = np.full(len(terms), np.nan)
-    added = np.maximum(
-        np.sqrt(np.fmax(terms, squares)), least
-    )  # M equal terms have a sum that is sqrt(M) times as long as all of them
+    # M equal terms have a sum that is sqrt(M) times as long as all of them
+    added = np.maximum(np.sqrt(np.fmax(terms, squares)), least)
     with np.errstate(invalid="ignore"):  # of gradients that overflowed
         off = np.abs(reduced - local).max(1)
     sums = relative(off, added) if saw else nothing
@@ -132,16 +132,11 @@ def step_numbers(
     return rows_of(checks | {"again": again, "drift": drift}, off_norm, tensors)
 
 
-def _total(values: Table) -> Table:
-    found: Table = values.sum(0)
-    return found
-
-
 def rows_of(
     checks: Mapping[str, Table],
     norm: float,
     tensors: Sequence[Table],
-    total: Callable[[Table], Table] = _total,
+    total: Callable[[Table], Any] = lambda values: values.sum(0),
 ) -> tuple[list[float], Table]:
     """Row of the stream for a step, and for its tensors.
 
