@@ -170,7 +170,6 @@ class Checkpoints:
                 f"{path} was written as {values['layout']}, this run is {self.layout}: only native, fsdp2, ddp and"
                 " single take what another layout wrote; remove ckpt/ to start from step 0"
             )
-        self._check_step(path, values)
         self._check_position(path, values)
         tensors = self._own(state.tensors, portable=state.portable)
         skipped = self._check_names(path, manifest, tensors)
@@ -187,19 +186,16 @@ class Checkpoints:
             layout=values["layout"],
         )
 
-    def _check_step(self, path: Path, values: Mapping[str, Any]) -> None:
+    def _check_position(self, path: Path, values: Mapping[str, Any]) -> None:
         if values["step"] > self.config.train.steps:
             raise ValueError(
                 f"{path} is of step {values['step']}, and train.steps={self.config.train.steps} counts from the"
                 " beginning of training; nothing was loaded"
             )
-
-    def _check_position(self, path: Path, values: Mapping[str, Any]) -> None:
         here = data_position(self.config, values["step"])
+        there = values["data"].items()
         faults = [
-            f"data.{key} was {value}, here it is {here.get(key)}"
-            for key, value in values["data"].items()
-            if here.get(key) != value
+            f"data.{key} was {value}, here it is {here.get(key)}" for key, value in there if here.get(key) != value
         ]
         if faults and self.config.ckpt.strict:
             raise ValueError(
@@ -217,11 +213,10 @@ class Checkpoints:
         for theirs in _everyone(mine, self.control):
             wanted |= {key: tuple(shape) for key, shape in theirs.items()}
         held = {key: entry for key, entry in manifest.tensors.items() if not key.startswith(RNG)}
-        missing = sorted((key for key in wanted if key not in held and 0 not in wanted[key]), key=_weights_first)
-        unexpected = sorted((key for key in held if key not in wanted), key=_weights_first)
-        fitting = wanted.keys() & held.keys()
-        shapes = sorted((key for key in fitting if held[key].shape != wanted[key]), key=_weights_first)
-        wrong = [f"missing {key}" for key in missing] + [f"unexpected {key}" for key in unexpected]
+        keys = sorted(wanted.keys() | held.keys(), key=lambda key: (not key.startswith("weights/"), key))
+        shapes = [key for key in keys if key in wanted and key in held and held[key].shape != wanted[key]]
+        wrong = [f"missing {key}" for key in keys if key not in held and 0 not in wanted[key]]
+        wrong += [f"unexpected {key}" for key in keys if key not in wanted]
         wrong += [f"{key} is {list(held[key].shape)}, here {list(wanted[key])}" for key in shapes]
         if wrong and self.config.ckpt.strict:
             shown = "; ".join(wrong[:SHOWN]) + (f"; and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else "")
@@ -313,7 +308,3 @@ def _everyone(value: Any, control: Control) -> list[Any]:
     """JSON value of every rank, by rank. Collective over all ranks."""
     with control.meter.paused():
         return gather_json(value, control.group)
-
-
-def _weights_first(key: str) -> tuple[bool, str]:
-    return not key.startswith("weights/"), key

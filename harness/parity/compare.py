@@ -12,11 +12,9 @@ of the code. A setting that both know with different defaults makes two configur
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from enum import Enum
 from pathlib import Path
-from typing import Any
 
 from harness.config.doc import as_typed, settings
 from harness.config.errors import refuse
@@ -69,9 +67,11 @@ def compare_versions(
     """
     left, right = (settings_of(run) for run in (arm, control))
     one_sided = sorted(key for key in left.keys() ^ right.keys() if matters(key))
+    typed = {path: each.default for path, each in settings().items()}
+    defaults = {path: value.name if isinstance(value, Enum) else value for path, value in typed.items()}
     try:
         tried, held = (
-            replace(load(run, assumed={**_defaults(), **other}), name=name)
+            replace(load(run, assumed={**defaults, **other}), name=name)
             for run, other, name in zip((arm, control), (right, left), names, strict=True)
         )
         verdict = judge(tried, held, versions=True, bitwise=bitwise, one_request=one_request)
@@ -85,10 +85,6 @@ def compare_versions(
     note = f"{', '.join(one_sided)}: part of the code"
     known = Finding("T0", ONE_VERSION, Stage.record, Grade.ok, named, "any", count=len(one_sided), note=note)
     return replace(verdict, evidence=(*verdict.evidence, known))
-
-
-def _defaults() -> Mapping[str, Any]:
-    return {path: value.name if isinstance(value := each.default, Enum) else value for path, each in settings().items()}
 
 
 def judge(

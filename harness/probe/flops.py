@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from harness.config.derived import ODD_KERNEL, ODD_RANK, ODD_SIDE_MODULUS, parameter_count
+from harness.config.derived import parameter_count
 from harness.config.schema import Config, Dtype, ModelFamily
 
 PEAK_BF16_FLOPS = {"H100": 989e12, "H200": 989e12, "GH200": 989e12, "A100": 312e12, "B200": 2250e12}
@@ -18,20 +18,12 @@ def flops_per_token(config: Config) -> float | None:
     """Floating-point operations of one token's forward and backward, without recomputation.
 
     Six for each trained weight of a matrix multiplication (an embedding's lookup is none, its use as projection is
-    one). None for a user's own model.
-    """
-    if config.model.family is ModelFamily.ext:
-        return None
-    return _odd(config) if config.model.family is ModelFamily.odd else _decoder(config)
-
-
-def _decoder(config: Config) -> float:
-    """Products, and 6 * seq_len * dim a block for causal attention: 4 * seq_len * dim in the forward, half masked,
-    times three.
-
-    Of routed experts, those of a token.
+    one), of routed experts, those of a token; and 6 * seq_len * dim a block for causal attention: 4 * seq_len * dim in
+    the forward, half masked, times three. None for models that are no decoder here.
     """
     model = config.model
+    if model.family not in (ModelFamily.llama, ModelFamily.moe):
+        return None
     embedding_lookup = 0 if model.tie_embeddings else model.vocab_size * model.dim
     norms = (2 * model.num_layers + 1) * model.dim
     idle = 0
@@ -39,15 +31,6 @@ def _decoder(config: Config) -> float:
         idle = model.num_layers * (model.num_experts - model.experts_per_token) * 3 * model.dim * model.ffn_dim
     weights = parameter_count(config) - embedding_lookup - norms - idle
     return 6.0 * weights + 6.0 * model.num_layers * config.data.seq_len * model.dim
-
-
-def _odd(config: Config) -> float:
-    model = config.model
-    square = model.dim * model.dim
-    trained = (ODD_KERNEL + 1 / ODD_SIDE_MODULUS) * square + ODD_RANK * model.dim + 2 * (2 * model.dim * model.ffn_dim)
-    block = 6.0 * trained + 4.0 * ODD_RANK * model.dim
-    blocks = model.num_layers + int(model.repeat_unit)
-    return blocks * block + 4.0 * square + 6.0 * model.vocab_size * model.dim
 
 
 def peak_flops(device: torch.device, compute: Dtype) -> float | None:

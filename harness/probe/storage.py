@@ -63,12 +63,13 @@ class StepBytes(NamedTuple):
 
 
 class Event(NamedTuple):
-    """Allocation or free; or an edge of a step: no total, size 1 at its begin and -1 at its end."""
+    """Allocation or free; or an edge of a step: no total, size 1 at its begin and -1 at its end; or shared memory."""
 
     time_ns: int
     size: int
     """Bytes of the block, negative for a free."""
     total: int | None
+    is_shared: bool = False
 
 
 class StorageMeter:
@@ -97,7 +98,7 @@ class StorageMeter:
         if self._threads is None:
             raise RuntimeError("this meter was stopped before")
         result = self._stop(self._threads)
-        return summed(with_shared(list(_events(result.experimental_event_tree())), self._shared))
+        return summed([*_events(result.experimental_event_tree())], self._shared)
 
     def close(self) -> None:
         if self._threads is not None:
@@ -113,42 +114,23 @@ class StorageMeter:
         return result
 
 
-def with_shared(events: Sequence[Event], shared: Sequence[tuple[int, int]]) -> list[Event]:
-    """These events and those of shared memory (time, bytes), in order, with totals of both."""
-    timed: list[tuple[int, Event | int]] = [*((each.time_ns, each) for each in events), *shared]
-    ordered = sorted(timed, key=lambda each: each[0])
-    reports = (each for _, each in ordered if isinstance(each, Event) and each.total is not None)
-    first = next(reports, None)
-    own, other = (0 if first is None or first.total is None else first.total - first.size), 0
-    found = []
-    for time_ns, each in ordered:
-        if isinstance(each, int):
-            other += each
-            found.append(Event(time_ns, each, own + other))
-        elif each.total is None:
-            found.append(each)
-        else:
-            own = each.total
-            found.append(each._replace(total=own + other))
-    return found
-
-
-def summed(events: Sequence[Event]) -> list[StepBytes]:
-    """Bytes of each step above those before the first event."""
-    ordered = sorted(events, key=lambda event: event.time_ns)
-    base = next((event.total - event.size for event in ordered if event.total is not None), 0)
+def summed(events: Sequence[Event], shared: Sequence[tuple[int, int]] = ()) -> list[StepBytes]:
+    """Bytes of each step above those before the first event. Args: shared: blocks of shared memory (time, bytes)."""
+    begins = ((event.time_ns, event.total - event.size) for event in events if event.total is not None)
+    base = own = min(begins, default=(0, 0))[1]
     steps: list[StepBytes] = []
-    before, seen = base, list[int]()  # totals within the step, the one at its begin first
-    for event in ordered:
-        if event.total is not None:
+    other, seen = 0, list[int]()  # bytes of shared memory; totals within the step, the one at its begin first
+    timed = [*events, *(Event(at, size, None, True) for at, size in shared)]
+    for event in sorted(timed, key=lambda each: each.time_ns):
+        if event.total is not None or event.is_shared:
             # The total before this event, not after the last one: what was freed unheard meanwhile is gone.
-            seen = seen or [event.total - event.size]
-            seen.append(event.total)
-            before = event.total
+            seen = seen or [other + (own if event.total is None else event.total - event.size)]
+            own, other = own if event.total is None else event.total, other + event.is_shared * event.size
+            seen.append(own + other)
         elif event.size > 0:
             seen = []
         else:
-            seen = seen or [before]
+            seen = seen or [own + other]
             steps.append(StepBytes(seen[0] - base, max(seen) - base, seen[-1] - base))
     return steps
 

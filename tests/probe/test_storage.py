@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from harness.probe.storage import Event, StepBytes, StorageMeter, summed, with_shared
+from harness.probe.storage import Event, StepBytes, StorageMeter, summed
 from harness.shm.segment import Segment
 from tests.support.spawn import run_ranks
 
@@ -110,8 +110,7 @@ def test_blocks_of_shared_memory_are_added_where_they_fall() -> None:
     begin, end = (lambda at: Event(at, 1, None)), (lambda at: Event(at, -1, None))
     events = [begin(2), Event(3, 50, 150), end(5), begin(6), Event(8, -30, 120), end(10)]
     shared = [(1, 1000), (7, 200), (9, -200)]
-    assert summed(with_shared(events, shared)) == [StepBytes(1000, 1050, 1050), StepBytes(1050, 1250, 1020)]
-    assert with_shared(events, []) == events
+    assert summed(events, shared) == [StepBytes(1000, 1050, 1050), StepBytes(1050, 1250, 1020)]
 
 
 def test_shared_memory_of_this_process_is_followed() -> None:

@@ -68,7 +68,10 @@ class DeepspeedEngine(Engine):
         self.main = self._main_weights()
         self.shards = find([self.engine], self.engine.optimizer).shards
         if self.compute_dtype is not torch.float32:
-            self._fill_main_weights()
+            with torch.no_grad():
+                for name, shard in ((name, self.shards[name]) for name in self.trained if self.shards[name].numel):
+                    value = workload.initial_weight(name, self.shapes[name]).flatten()
+                    shard.local.copy_(value[shard.begin : shard.begin + shard.numel])
         with self._listed():
             create_state(self.base)
 
@@ -173,13 +176,6 @@ class DeepspeedEngine(Engine):
         names = ("fp32_partitioned_groups_flat", "fp32_groups_flat_partition", "single_partition_of_fp32_groups")
         flats = next(getattr(optimizer, name) for name in names if hasattr(optimizer, name))
         return {f"group{index}": flat for index, flat in enumerate(flats)}
-
-    @torch.no_grad()
-    def _fill_main_weights(self) -> None:
-        for name, shard in ((name, self.shards[name]) for name in self.trained):
-            if shard.numel:
-                value = self.workload.initial_weight(name, self.shapes[name]).flatten()
-                shard.local.copy_(value[shard.begin : shard.begin + shard.numel])
 
     @torch.no_grad()
     def _publish(self) -> None:

@@ -44,7 +44,9 @@ def check(run: Record) -> list[Finding]:
     if run.config["optimizer.name"] not in KNOWN:
         return []
     if run.config["dtype.main_params"] in SIXTEEN_BITS:
-        return _rounded_once(run) if _is_fused(run) else []
+        engine, mode, name = (run.config[key] for key in ("engine.name", "numerics.mode", "optimizer.name"))
+        is_fused = name in ("adam", "adamw") and engine in FUSED and mode in ("fast", "deterministic")
+        return _rounded_once(run) if is_fused else []
     found: list[Finding] = []
     held: dict[str, UpdateState] = {}
     for step, norm in _steps(run):
@@ -52,11 +54,6 @@ def check(run: Record) -> list[Finding]:
             held = _states(run, step)
         found += _at_step(run, step, _clipping(run, norm), held)
     return found
-
-
-def _is_fused(run: Record) -> bool:
-    engine, mode = run.config["engine.name"], run.config["numerics.mode"]
-    return run.config["optimizer.name"] in ("adam", "adamw") and engine in FUSED and mode in ("fast", "deterministic")
 
 
 def _rounded_once(run: Record) -> list[Finding]:

@@ -94,7 +94,7 @@ def later_step(
         # How many routes differ by now depends on how far the weights have come apart.
         refuted = math.inf if envelope.flips else REFUTED * (own + max(worst, grown))
         if own + drift <= CEILING:
-            found.append(_distance(pair, own + drift, refuted, step))
+            found.append(_distance(pair.distance, own + drift, refuted, step=step, tensor=pair.name))
     return found
 
 
@@ -134,9 +134,7 @@ def explain(b: float, uncertainty: float, factors: Sequence[tuple[float, str]]) 
     return f"{factor:.4g} x the control's: {'; or '.join(causes)}"
 
 
-def _distance(pair: TensorPair, allowed: float, refuted: float, step: int = 1) -> Finding:
-    off, stage = pair.distance, Stage.gradient
-    return measured("gradient distance", stage, off, allowed, refuted, step=step, tensor=pair.name)
+_distance = partial(measured, "gradient distance", Stage.gradient)
 
 
 def _room(pair: TensorPair, rerouted: float) -> float:
@@ -145,7 +143,8 @@ def _room(pair: TensorPair, rerouted: float) -> float:
 
 def _first_distance(pair: TensorPair, envelope: Envelope) -> Finding:
     allowed = envelope.tensor(pair.name, pair.numel)
-    return _distance(pair, allowed, REFUTED * math.hypot(allowed, _room(pair, envelope.rerouted)))
+    refuted = REFUTED * math.hypot(allowed, _room(pair, envelope.rerouted))
+    return _distance(pair.distance, allowed, refuted, step=1, tensor=pair.name)
 
 
 def _block(pair: TensorPair, envelope: Envelope) -> Finding:
