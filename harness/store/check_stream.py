@@ -10,7 +10,7 @@ can be compared at a step that nobody captured. All are little-endian float64, a
                   weights and moments it ended with against those that its last step left
     tensors.f64   for each kept step a row [tensor][column]; kept are the first `DENSE` and each `every`-th
 
-Outputs of a run's first step by module are `forward` in stream.json, or a former run's `forward.json`:
+Outputs of a run's first step by module are `forward` in stream.json:
 
     version, sketches (m), rows (positions of the global batch that were looked at), batch (sequences and tokens of one
     call: runs that call their modules with other shapes may use other kernels), modules (name, sketches [m], squares)
@@ -41,11 +41,9 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-FOLDER, FORMER = "step_checks", "vouch"
-STREAM = "stream.json"
-"""Folder in a run; and of runs by earlier versions, which are read."""
+FOLDER, STREAM = "step_checks", "stream.json"
 VERSION = 4
-FORWARD_FILE, FORWARD_VERSION = "forward.json", 2
+FORWARD_VERSION = 2
 DENSE = 512
 SMALL = 2**16
 """Numbers in a file from which on it is mapped instead of read."""
@@ -237,13 +235,9 @@ def _table(path: Path, columns: int) -> NDArray[np.float64]:
     return np.memmap(path, "<f8", "r", shape=(rows, columns)).view(np.ndarray)  # a subclass costs at every slice
 
 
-def folder_of(run_dir: Path) -> Path:
-    return run_dir / (FORMER if (run_dir / FORMER).is_dir() else FOLDER)
-
-
 def read(run_dir: Path) -> Stream | None:
     """None without a stream. Raises `StoreError`: it is unreadable."""
-    folder = folder_of(run_dir)
+    folder = run_dir / FOLDER
     facts = read_format(folder / STREAM, VERSION)
     if facts is None:
         return None
@@ -269,28 +263,21 @@ class Forward:
 
 
 def write_forward(run_dir: Path, rows: int, batch: tuple[int, int], modules: Mapping[str, Sequence[float]]) -> None:
-    """Called once, by the first rank. Raises `OSError`: the folder cannot be written."""
-    private_folder(run_dir / FOLDER)
+    """Called once, by the first rank, after its `StreamWriter` is made. Raises `OSError`: it cannot be written."""
     described = [
         {"name": name, "sketches": list(each[:-1]), "squares": each[-1]}
         for name, each in modules.items()
         if all(math.isfinite(value) for value in each)  # JSON has no others, and the loss tells of them
     ]
     facts = {"version": FORWARD_VERSION, "rows": rows, "batch": list(batch), "modules": described}
-    if (stream := read_json(run_dir / FOLDER / STREAM, dict)) is None:
-        write_json(run_dir / FOLDER / FORWARD_FILE, facts)
-    else:
-        write_json(run_dir / FOLDER / STREAM, {**stream, "forward": facts})
+    path = run_dir / FOLDER / STREAM
+    write_json(path, {**(read_json(path, dict) or {}), "forward": facts})
 
 
 def read_forward(run_dir: Path) -> Forward | None:
     """None if not observed. Raises `StoreError`: the file is unreadable."""
-    path = folder_of(run_dir) / STREAM
-    if "forward" in (stream := read_json(path, dict) or {}):
-        facts = of_format(stream["forward"], path, FORWARD_VERSION, FORWARD)
-    else:
-        path = path.with_name(FORWARD_FILE)
-        facts = read_format(path, FORWARD_VERSION, FORWARD)
+    path = run_dir / FOLDER / STREAM
+    facts = of_format((read_json(path, dict) or {}).get("forward"), path, FORWARD_VERSION, FORWARD)
     if facts is None:
         return None
     try:
