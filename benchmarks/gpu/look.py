@@ -50,10 +50,10 @@ def devices() -> dict[str, Any]:
     """GPUs as torch and the driver see them, and the NCCL that is loaded."""
     import torch
 
-    from harness.probe.network import SEVERAL_RANKS_A_DEVICE, loaded_version, version_facts
+    from harness.probe.network import loaded_version, version_facts
 
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    sums = None
+    sums, version = None, loaded_version() or "0.0"
     if names:
         ones = torch.ones(256, 256, device="cuda", dtype=torch.bfloat16)
         sums = float((ones @ ones).sum())  # 256 ** 3: a kernel was compiled for this device and ran
@@ -63,7 +63,7 @@ def devices() -> dict[str, Any]:
         "product": sums,
         "cuda": torch.version.cuda,
         "driver": driver(),
-        "ranks_share": (loaded_version() or (0, 0))[:2] >= SEVERAL_RANKS_A_DEVICE,
+        "ranks_share": tuple(map(int, version.split(".")[:2])) >= (2, 30),
         **version_facts(),
     }
 

@@ -7,7 +7,7 @@ growth is bounded elsewhere ("T2 over the steps"). The order of outcomes is that
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import chain
@@ -38,21 +38,18 @@ _ALONE: WeakKeyDictionary[Record, dict[Any, tuple[Finding, ...]]] = WeakKeyDicti
 def _alone(run: Record, arithmetic: Arithmetic, factors: tuple[tuple[float, str], ...]) -> tuple[Finding, ...]:
     """Findings of one run alone; kept as long as the run, because a study holds many arms against one control."""
     known = _ALONE.setdefault(run, {})
-    if (arithmetic, factors) not in known:
-        known[arithmetic, factors] = tuple(_judged_alone(run, arithmetic, factors))
-    return known[arithmetic, factors]
-
-
-def _judged_alone(run: Record, arithmetic: Arithmetic, factors: tuple[tuple[float, str], ...]) -> Iterator[Finding]:
-    seen = sorted((run.witnesses.keys() & run.captures.keys()) - run.skipped)
-    yield from (
+    if (found := known.get((arithmetic, factors))) is not None:
+        return found
+    seen = [] if run.is_watched else sorted((run.witnesses.keys() & run.captures.keys()) - run.skipped)
+    found = known[arithmetic, factors] = (
         *every_step.check_data(run),
         *witness.restored(run),
         *witness.replicas(run),
         *optimizer.check(run),
         *every_step.check(run, arithmetic),
-        *(finding for step in seen if not run.is_watched for finding in witness.check(run, step, arithmetic, factors)),
+        *(finding for step in seen for finding in witness.check(run, step, arithmetic, factors)),
     )
+    return found
 
 
 @dataclass(frozen=True)

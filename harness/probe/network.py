@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -102,40 +102,25 @@ WHY_MISSING = {
 
 LIBRARY = "libnccl.so.2"
 
-SEVERAL_RANKS_A_DEVICE = (2, 30)
 
-
-class NcclVersion(NamedTuple):
-    major: int
-    minor: int
-    patch: int
-
-    def __str__(self) -> str:
-        return f"{self.major}.{self.minor}.{self.patch}"
-
-    @classmethod
-    def of_code(cls, code: int) -> NcclVersion:
-        """From NCCL's number: 10,000 a major version, or 1,000 before 2.9."""
-        major, rest = divmod(code, 10_000 if code >= 10_000 else 1_000)
-        return cls(major, *divmod(rest, 100))
-
-
-def loaded_version() -> NcclVersion | None:
+def loaded_version() -> str | None:
     """Version of the loaded NCCL; None without one, or if torch is statically linked."""
     try:
         library = ctypes.CDLL(LIBRARY, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
     except OSError:
         return None
     code = ctypes.c_int(0)
-    if library.ncclGetVersion(ctypes.byref(code)) != 0:
-        return None
-    return NcclVersion.of_code(code.value)
+    return version_of(code.value) if library.ncclGetVersion(ctypes.byref(code)) == 0 else None
+
+
+def version_of(code: int) -> str:
+    """From NCCL's number: 10,000 a major version, 100 a minor one."""
+    return f"{code // 10_000}.{code // 100 % 100}.{code % 100}"
 
 
 def version_facts() -> dict[str, str | None]:
     """`nccl`: the loaded version, or else that of torch's build; `nccl_built`: that of the build. None without NCCL."""
     if not torch.cuda.is_available():
         return {"nccl": None, "nccl_built": None}
-    built = str(NcclVersion(*torch.cuda.nccl.version()[:3]))
-    loaded = loaded_version()
-    return {"nccl": built if loaded is None else str(loaded), "nccl_built": built}
+    built = ".".join(map(str, torch.cuda.nccl.version()[:3]))
+    return {"nccl": loaded_version() or built, "nccl_built": built}

@@ -256,7 +256,7 @@ test_a_mutant_is_found = finds(
     """,
     wrong_verdicts="""
         nobody asks: The verdict does not ask what a run was fed
-            parity.judgement._judged_alone: *every_step.check_data(run), =>
+            parity.judgement._alone: *every_step.check_data(run), =>
         fed wrongly and checked: A run that was fed wrongly is right given its past
             parity.alone.every_step.checked_until: right &= fed(run)[1][: len(right)] => pass
     """,
