@@ -71,16 +71,20 @@ class RMSNorm(nn.Module):
         return (wide_BSD * scale_BS1).to(x_BSD.dtype) * self.weight
 
 
-class Linear(nn.Linear):
-    """A projection, its weight [num_out, num_in] left uninitialised."""
+class Unfilled:
+    """Part of a layer that leaves its weights uninitialised: they are filled by name from outside."""
+
+    def reset_parameters(self) -> None:
+        """Nothing."""
+
+
+class Linear(Unfilled, nn.Linear):
+    """A projection; weight [num_out, num_in]."""
 
     def __init__(
         self, num_in: int, num_out: int, device: torch.device | str, dtype: torch.dtype, *, bias: bool = False
     ) -> None:
         super().__init__(num_in, num_out, bias=bias, device=device, dtype=dtype)
-
-    def reset_parameters(self) -> None:
-        """Nothing: weights are filled by name from outside."""
 
 
 class Attention(nn.Module):
@@ -157,11 +161,8 @@ class Block(nn.Module):
         return out_BSD
 
 
-class Embedding(nn.Embedding):
-    """Token embedding [V, D], left uninitialised; a class of its own, to be a unit."""
-
-    def reset_parameters(self) -> None:
-        """Nothing: weights are filled by name from outside."""
+class Embedding(Unfilled, nn.Embedding):
+    """Token embedding [V, D]; a class of its own, to be a unit."""
 
 
 class Head(nn.Module):

@@ -32,7 +32,7 @@ from torch.utils.checkpoint import checkpoint
 
 from harness.config.derived import ODD_KERNEL, ODD_RANK, ODD_SIDE_MODULUS, ODD_TAPS
 from harness.config.schema import ModelConfig
-from harness.models.llama import Embedding, Linear, RMSNorm, length_of, wide
+from harness.models.llama import Embedding, Linear, RMSNorm, Unfilled, length_of, wide
 from harness.models.workload import TokenWorkload
 
 CELLS = (1, 3, 5)
@@ -41,14 +41,11 @@ CELLS = (1, 3, 5)
 Device = torch.device | str
 
 
-class CausalConv(nn.Conv1d):
+class CausalConv(Unfilled, nn.Conv1d):
     """Each position sees itself and the ODD_KERNEL - 1 before it."""
 
     def __init__(self, dim: int, device: Device, dtype: torch.dtype) -> None:
         super().__init__(dim, dim, ODD_KERNEL, device=device, dtype=dtype)
-
-    def reset_parameters(self) -> None:
-        """Nothing: weights are filled by name from outside."""
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         padded_BDS = F.pad(x_BSD.transpose(1, 2), (ODD_KERNEL - 1, 0))

@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from harness.store.files import PRIVATE, private_folder, write_json
+from harness.store.files import PRIVATE, private_folder
 from harness.store.shapes import METADATA
 
 
@@ -32,13 +32,6 @@ def write_step(folder: Path, step: int, tensors: Mapping[str, Tensor], facts: Ma
     save_file(dict(tensors), temporary, {METADATA: text})
     temporary.chmod(PRIVATE)
     os.replace(temporary, path)
-
-
-def write_rounding(folder: Path, step: int, draws: int, moves: Mapping[str, object]) -> None:
-    """Effect of rounding on a step's gradients, as `rounding-000001.json`; see `harness.probe.rounding.moves`. Raises
-    `OSError`."""
-    private_folder(folder)
-    write_json(folder / f"rounding-{step:06d}.json", {"step": step, "draws": draws, "moves": moves})
 
 
 def beside(expected: Tensor, gradient: Tensor | None) -> tuple[Tensor, bool]:

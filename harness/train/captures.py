@@ -17,9 +17,10 @@ from harness.control import Control
 from harness.engines.adapters.single import SingleEngine
 from harness.engines.protocol import Engine, Microbatch
 from harness.models.workload import workload_for
-from harness.probe.capture import beside, json_number, write_rounding, write_step
+from harness.probe.capture import beside, json_number, write_step
 from harness.probe.rounding import COMPUTED, moves
 from harness.probe.witness import Witness, wrong_weights
+from harness.store.files import private_folder, write_json
 from harness.train.callbacks import Callback
 from harness.train.pieces import whole_moments
 from harness.train.session import Session
@@ -121,4 +122,5 @@ class Captures(Callback):
         engine, draws = self.session.engine, self.config.measure.rounding_draws
         assert isinstance(engine, SingleEngine)
         found = moves(engine.workload.loss, engine.model, microbatches, COMPUTED, draws, self.config.train.seed)
-        write_rounding(self.folder, step, draws, found)
+        private_folder(self.folder)
+        write_json(self.folder / f"rounding-{step:06d}.json", {"step": step, "draws": draws, "moves": found})

@@ -7,7 +7,6 @@ without loader and sources (`harness.data.reread`). Neither counts for a step's 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,15 +19,6 @@ from harness.data.sources import Tokens
 from harness.engines.protocol import Microbatch
 
 
-class FeedDigests(NamedTuple):
-    """Hashes of one rank's tokens and targets of one step, unsigned 64-bit; equal for right data."""
-
-    held: int
-    """Hash of what the data holds."""
-    fed: int
-    """Hash of the engine's input."""
-
-
 class Feed:
     """Reader of one rank's sequences. data_rank: as in `Loader`.
 
@@ -38,11 +28,14 @@ class Feed:
     def __init__(self, config: Config, data_rank: int) -> None:
         self._again = Reread(config, data_rank)
 
-    def digests(self, step: int, given: Microbatch) -> FeedDigests:
-        """Digests of a step and of its microbatches; waits for the device."""
+    def digests(self, step: int, given: Microbatch) -> tuple[int, int]:
+        """Hashes of what the data holds for a step, and of its microbatches, unsigned 64-bit; equal for right data.
+
+        Waits for the device.
+        """
         first, right, fed = self._again.first(step), self._again.sequences(step), _sequences(given)
         held = _digest(first, right)
-        return FeedDigests(held, held if np.array_equal(fed, right) else _digest(first, fed))
+        return held, held if np.array_equal(fed, right) else _digest(first, fed)
 
 
 def joined(microbatches: Sequence[Microbatch]) -> Microbatch:

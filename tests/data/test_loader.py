@@ -36,9 +36,9 @@ def global_batch(config: Config, step: int) -> tuple[np.ndarray, str]:
 def held(config: Config, rank: int, step: int) -> int:
     """The digest of what a rank should be fed; it is what the loader gives."""
     batch = [engine.Microbatch(*map(torch.from_numpy, each)) for each in Loader(config, rank).batch(step)]
-    found = Feed(config, rank).digests(step, joined(batch))
-    assert found.fed == found.held
-    return found.held
+    held, fed = Feed(config, rank).digests(step, joined(batch))
+    assert fed == held
+    return held
 
 
 @pytest.mark.parametrize("kind", [DataKind.synthetic, DataKind.stdlib])
