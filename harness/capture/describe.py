@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
 import socket
 import statistics
@@ -167,27 +168,9 @@ def config(parts: Sequence[Mapping[str, Any]], steps: Sequence[Mapping[str, Any]
 
 
 def write_config(path: Path, values: Mapping[str, Any]) -> None:
-    write_atomic(path / "config.yaml", "".join(_yaml(values)))
-
-
-def _yaml(values: Mapping[str, Any], indent: str = "") -> Iterable[str]:
-    """Lines of YAML, without its package: a nest of tables, whose other values are written as JSON."""
-    for key, value in values.items():
-        if isinstance(value, Mapping) and value:
-            yield f"{indent}{key}:\n"
-            yield from _yaml(value, f"{indent}  ")
-        else:
-            yield f"{indent}{key}: {_scalar(value)}\n"
-
-
-def _scalar(value: Any) -> str:
-    if isinstance(value, list):
-        return f"[{', '.join(map(_scalar, value))}]"
-    text = json.dumps(value)
-    mantissa, exponent, rest = text.partition("e")
-    if isinstance(value, float) and exponent and "." not in mantissa:  # YAML 1.1 takes 1e-05 for a text
-        return f"{mantissa}.0e{rest}"
-    return text
+    """Write JSON, which is YAML but for numbers without a point: YAML 1.1 takes 1e-05 for a text."""
+    text = re.sub(r'^( *(?:"[^"]*": )?-?\d+)e', r"\1.0e", json.dumps(values, indent=1), flags=re.MULTILINE)
+    write_atomic(path / "config.yaml", text + "\n")
 
 
 def write_provenance(path: Path, parts: Sequence[Mapping[str, Any]]) -> None:
