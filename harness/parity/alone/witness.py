@@ -116,18 +116,14 @@ def _scales(
     arithmetic: Arithmetic,
     factors: Sequence[tuple[float, str]],
 ) -> list[Finding]:
-    shared = arithmetic.scaling + arithmetic.stagnation
-    pooled = pool(list(pairs))
-    found: list[tuple[float, float, str | None]] = []
-    if pairs:
-        found.append((pooled.b, SIGMAS * pooled.standard_error + shared, None))
-    found += [
-        (pair.b, TENSOR_SIGMAS * scale_error(pair, distances[pair.name] / SAFETY) + shared, pair.name)
-        for pair in pairs
-        if pair.numel >= HANDFUL and pair.norm > 0
-    ]
-    made = []
-    for b, allowed, name in found:
+    def told(b: float, error: float, name: str | None) -> Finding:
+        allowed = error + (arithmetic.scaling + arithmetic.stagnation)
         why = explain(b, allowed, factors).replace("the control's", "what its ranks computed")
-        made.append(in_run(run, "scale of the sum", Stage.reduction, abs(b), allowed, step, name, why))
-    return made
+        return in_run(run, "scale of the sum", Stage.reduction, abs(b), allowed, step, name, why)
+
+    pooled, large = pool(list(pairs)), [pair for pair in pairs if pair.numel >= HANDFUL and pair.norm > 0]
+    errors = [TENSOR_SIGMAS * scale_error(pair, distances[pair.name] / SAFETY) for pair in large]
+    return [
+        *([told(pooled.b, SIGMAS * pooled.standard_error, None)] if pairs else []),
+        *(told(pair.b, error, pair.name) for pair, error in zip(large, errors, strict=True)),
+    ]
