@@ -52,13 +52,8 @@ def gate(run: Path, golden: Path, *, bitwise: bool = False) -> Verdict:
 
     Args: bitwise: bits are owed wherever one code would owe them.
 
-    Raises `BadRequest`, `StoreError`: as `compare`; or `golden` is no baseline.
+    Raises `BadRequest`, `StoreError`: as `compare`.
     """
-    if not golden.is_file():
-        if golden.exists():
-            fix = f"{commands.verb(f'baseline {commands.shown(golden)}')} && {commands.verb('gate FILE RUN')}"
-            raise refuse(str(golden), "is a folder, and no baseline", fix=fix)
-        raise refuse(str(golden), "does not exist", fix=commands.verb(f"baseline RUN --out {commands.shown(golden)}"))
     if load(golden).is_watched or load(run).is_watched:
         if bitwise:
             raise refuse("--bitwise", "another program promises no bits", fix="leave it out")

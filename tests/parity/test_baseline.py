@@ -127,8 +127,8 @@ def changed(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
 
 
 DAMAGES: dict[str, tuple[Damage, str]] = {
-    "missing": (lambda path: path.unlink(), "does not exist"),
-    "a folder": (lambda path: (path.unlink(), path.mkdir())[0], "is a folder"),
+    "missing": (lambda path: path.unlink(), "is not a run"),
+    "a folder": (lambda path: (path.unlink(), path.mkdir())[0], "is not a run"),
     "of before": (lambda path: path.write_text('{"version": 1}') and None, "or is of an older version: make it anew"),
     "cut": (lambda path: path.write_bytes(path.read_bytes()[:-9]) and None, "was cut"),
     "edited": (edited, "is damaged"),
