@@ -84,10 +84,7 @@ def mix64(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def own_source(data: DataConfig) -> Source:
-    """Raises `ValueError`: `data.target` names no source."""
-    if data.target is None:
-        raise ValueError("data=ext needs data.target=package.module:Class")
-    source: Source = resolve_name(data.target)(data)
+    source: Source = resolve_name(str(data.target))(data)
     return source
 
 

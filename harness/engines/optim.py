@@ -58,7 +58,8 @@ def make_optimizer(config: OptimizerConfig, groups: Sequence[Group], *, fused: b
     if config.name is OptimizerName.sgd:
         return torch.optim.SGD(tables, lr=config.lr, momentum=config.momentum, **kernel)
     if config.name is OptimizerName.ext:
-        return own_class(config)(tables, lr=config.lr, **config.options)
+        own: Callable[..., torch.optim.Optimizer] = resolve_name(str(config.target))
+        return own(tables, lr=config.lr, **config.options)
     family: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
     if config.name is OptimizerName.adam:
         family = torch.optim.Adam
@@ -69,14 +70,6 @@ def make_optimizer(config: OptimizerConfig, groups: Sequence[Group], *, fused: b
             table.update(settings if group.orthogonalized else {})
     beta1, beta2 = config.betas
     return family(tables, lr=config.lr, betas=(beta1, beta2), eps=config.eps, **kernel)
-
-
-def own_class(config: OptimizerConfig) -> Callable[..., torch.optim.Optimizer]:
-    """Raises `ValueError`: `optimizer.target` names no class."""
-    if config.target is None:
-        raise ValueError("optimizer=ext needs optimizer.target=package.module:Class")
-    found: Callable[..., torch.optim.Optimizer] = resolve_name(config.target)
-    return found
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:

@@ -202,8 +202,5 @@ ENGINES: dict[EngineName, str] = {name: can.adapter for name, can in capabilitie
 
 
 def engine_class(name: EngineName, adapter: str | None = None) -> type[Engine]:
-    """Raises `ValueError`: engine=ext without an adapter."""
-    if name is EngineName.ext and adapter is None:
-        raise ValueError("engine=ext needs engine.adapter=package.module:Class")
-    found: type[Engine] = resolve_name(adapter if name is EngineName.ext and adapter else ENGINES[name])
+    found: type[Engine] = resolve_name(str(adapter) if name is EngineName.ext else ENGINES[name])
     return found

@@ -47,16 +47,6 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def length_of(tokens_BS: Tensor, config: ModelConfig) -> int:
-    """Tokens of a sequence. Raises `ValueError`: they are more than the model's tables of positions have."""
-    if tokens_BS.shape[1] > config.max_seq_len:
-        raise ValueError(
-            f"{tokens_BS.shape[1]} tokens a sequence, but model.max_seq_len={config.max_seq_len}: raise it or lower"
-            " data.seq_len"
-        )
-    return tokens_BS.shape[1]
-
-
 class RMSNorm(nn.Module):
     """x / rms(x) * weight; the mean of squares is taken in fp32, or fp64 for an fp64 model."""
 
@@ -208,8 +198,8 @@ class Llama(nn.Module):
         self.register_buffer("sin_SE", sin_SE, persistent=False)
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
-        """Logits [B, S, V] in the compute dtype of tokens [B, S] (int64). Raises `ValueError` as `length_of`."""
-        seq_len = length_of(tokens_BS, self.config)
+        """Logits [B, S, V] in the compute dtype of tokens [B, S] (int64), S at most max_seq_len."""
+        seq_len = tokens_BS.shape[1]
         cos_SE, sin_SE = self.cos_SE[:seq_len], self.sin_SE[:seq_len]
         x_BSD = self.embedding(tokens_BS)
         for block in self.blocks:

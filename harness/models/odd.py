@@ -32,7 +32,7 @@ from torch.utils.checkpoint import checkpoint
 
 from harness.config.derived import ODD_KERNEL, ODD_RANK, ODD_SIDE_MODULUS, ODD_TAPS
 from harness.config.schema import ModelConfig
-from harness.models.llama import Embedding, Linear, RMSNorm, Unfilled, length_of, wide
+from harness.models.llama import Embedding, Linear, RMSNorm, Unfilled, wide
 from harness.models.workload import TokenWorkload
 
 CELLS = (1, 3, 5)
@@ -137,7 +137,7 @@ class Odd(nn.Module):
         self.register_buffer("positions_SD", positions(config, wide(dtype), device), persistent=False)
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
-        """Logits [B, S, V] in the compute dtype of tokens [B, S] (int64). Raises `ValueError` as `length_of`."""
+        """Logits [B, S, V] in the compute dtype of tokens [B, S] (int64), S at most max_seq_len."""
         takes_side_B = tokens_BS[:, 0] % ODD_SIDE_MODULUS == 0
         x_BSD = self._embed(tokens_BS)
         first, *rest = self.blocks
@@ -148,7 +148,7 @@ class Odd(nn.Module):
         return logits_BSV
 
     def _embed(self, tokens_BS: Tensor) -> Tensor:
-        seq_len = length_of(tokens_BS, self.config)
+        seq_len = tokens_BS.shape[1]
         place_S = torch.arange(seq_len, device=tokens_BS.device)
         cells_SD = self.cells[0, place_S % CELLS[1], place_S % CELLS[2]]
         positions_SD = self.positions_SD[:seq_len].to(cells_SD.dtype)

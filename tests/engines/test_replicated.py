@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -108,18 +106,6 @@ def test_accounted_bytes_are_what_the_formula_says() -> None:
         "padding": 0,
         "buffers": 2 * 32 * 4 * 4,
     }
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"mesh__world_size": 2}, r"mesh\.world_size=2: set mesh\.world_size=1"),
-        ({"dtype__main_grads": Dtype.bf16}, r"dtype\.main_grads=bf16, dtype\.main_params=fp32"),
-    ],
-)
-def test_single_refuses_what_it_cannot_do(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        build(small_config(**changes))
 
 
 def test_step_without_a_last_microbatch_is_an_error() -> None:

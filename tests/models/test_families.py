@@ -45,12 +45,6 @@ def test_recomputation_changes_no_bit(model: str) -> None:
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 
-@pytest.mark.parametrize("model", ["tiny", "odd"])
-def test_too_long_a_sequence_is_refused(model: str) -> None:
-    with pytest.raises(ValueError, match=r"16 tokens a sequence, but model\.max_seq_len=8"):
-        filled(workload_for(option(f"model={model}", max_seq_len=8)))(torch.zeros(1, 16, dtype=torch.int64))
-
-
 @pytest.mark.parametrize(
     ("model", "changes"),
     [("tiny", {}), *(("moe", {"experts_per_token": k, "tie_embeddings": k == 8}) for k in (1, 2, 8))],

@@ -10,7 +10,7 @@ parameter tensor. It is on under numerics=deterministic too: without it DDP rebu
 and a resumed run would not repeat the bits of one never stopped.
 
 Limits, on torch 2.13: gradients have the dtype of the main weights; a wire of 16 bits goes with any of these, one of
-more bits must be theirs. The compute dtype is cast by `replicated` before each forward.
+more bits must be theirs. Rules refuse others. The compute dtype is cast before each forward.
 """
 
 from __future__ import annotations
@@ -38,13 +38,6 @@ class DdpEngine(ReplicatedEngine):
     """Every rank has all weights, gradients and optimizer state."""
 
     def __init__(self, workload: Workload, config: Config, ranks: Ranks) -> None:
-        """Raises `ValueError`: DDP cannot send gradients in this dtype, or as `ReplicatedEngine`."""
-        wire = config.dtype.grad_comm
-        if wire is not config.dtype.main_grads and wire not in COMPRESSION:
-            raise ValueError(
-                f"engine=ddp sends gradients as they are stored or in 16 bits: dtype.grad_comm={wire.name}, "
-                f"dtype.main_grads={config.dtype.main_grads.name}; make them equal or use engine=native"
-            )
         super().__init__(workload, config, ranks, fused=True)
         with warnings.catch_warnings():
             # Deprecated in torch 2.13 for forward_sync_buffers, which 2.11 does not have.
@@ -57,8 +50,8 @@ class DdpEngine(ReplicatedEngine):
                 gradient_as_bucket_view=True,
                 find_unused_parameters=workload.may_leave_unused or config.numerics.mode is not Numerics.fast,
             )
-        if wire is not config.dtype.main_grads:
-            replica.register_comm_hook(None, COMPRESSION[wire])
+        if config.dtype.grad_comm is not config.dtype.main_grads:
+            replica.register_comm_hook(None, COMPRESSION[config.dtype.grad_comm])
 
     def _rhythm(self, last: bool) -> AbstractContextManager[object]:
         assert isinstance(self.wrapped, DistributedDataParallel)

@@ -18,11 +18,6 @@ class SingleEngine(ReplicatedEngine):
     """Plain torch: backward of each microbatch in global order, sums in the main dtype, one division by M."""
 
     def __init__(self, workload: Workload, config: Config, ranks: Ranks) -> None:
-        """Raises `ValueError`: there is more than one rank."""
-        if ranks.world_size > 1:
-            raise ValueError(
-                f"engine=single has one process's data, mesh.world_size={ranks.world_size}: set mesh.world_size=1"
-            )
         super().__init__(workload, config, ranks, fused=False)
         self.num_microbatches = 0
         self.sums = IntegerSums(config, self.trained) if config.numerics.mode is Numerics.exact else None

@@ -252,13 +252,6 @@ class ReplicatedEngine(ShardedEngine):
     portable = True
 
     def __init__(self, workload: Workload, config: Config, ranks: Ranks, *, fused: bool) -> None:
-        """Raises `ValueError`: main gradients and main weights differ in dtype, which plain torch does not support."""
-        if config.dtype.main_grads is not config.dtype.main_params:
-            raise ValueError(
-                f"engine={config.engine.name.name} keeps gradients in the dtype of the main weights: "
-                f"dtype.main_grads={config.dtype.main_grads.name}, dtype.main_params={config.dtype.main_params.name}; "
-                "make them equal or use engine=native"
-            )
         super().__init__(workload, config, ranks)
         self.model = workload.build(ranks.device, self.main_dtype)
         workload.quantize(self.model, ranks.device)
