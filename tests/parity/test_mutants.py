@@ -22,7 +22,7 @@ from harness.parity.tiers import numeric
 from harness.parity.tiers.arithmetic import Arithmetic
 from harness.parity.tiers.comparable import Admission
 from harness.parity.tiers.envelope import Envelope
-from harness.parity.tiers.gradients import Block, TensorPair
+from harness.parity.tiers.gradients import Block, Pooled, TensorPair
 from harness.parity.tiers.trajectory import Span
 from harness.store.rundir import flatten
 from tests.parity.arms import Arm, broken
@@ -95,6 +95,10 @@ NUDGES: list[tuple[str, Arm, Arm, Callable[[Path], None], Outcome]] = [
     ("no capture", OTHER_ORDER, FP32, lambda run: shutil.rmtree(run / "capture"), Outcome.UNDECIDED),
     ("1,000 ranks in bf16", OURS_BF16, WIDE, lambda run: _many_ranks(run), Outcome.UNDECIDED),
 ]
+
+
+def no_scale(check: Callable[..., Any], kind: type) -> Callable[..., Any]:
+    return lambda of, *more: check(replace(of, b=0) if isinstance(of, kind) else of, *more)
 
 
 def _up_and_down(run: Path) -> None:
@@ -228,8 +232,8 @@ MUTANTS: dict[str, tuple[str, str, Callable[[Any], Any]]] = {
         "_distance",
         lambda check: lambda pair, a, r, s=1: check(replace(pair, distance=0), a, r, s),
     ),
-    "no scale of a tensor": ("numeric", "_scale", lambda check: lambda p, e, f: check(replace(p, b=0), e, f)),
-    "no pooled scale": ("numeric", "_pooled", lambda check: lambda p, e, f: check(replace(p, b=0), e, f)),
+    "no scale of a tensor": ("numeric", "_scale", lambda check: no_scale(check, TensorPair)),
+    "no pooled scale": ("numeric", "_scale", lambda check: no_scale(check, Pooled)),
     "standard errors are naive": ("gradients", "_standard_error", lambda _: lambda *a: 0.0),
     "no losses": ("trajectory", "losses", lambda _: empty),
     "no norms": ("trajectory", "_norms", lambda check: lambda a, c, e, p, s: check(a, c, e, p, Span(0, 0))),

@@ -93,15 +93,13 @@ def test_tensors_are_kept_as_often_as_fits(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("version", "made"), [(1, "older"), (99, "newer")])
 def test_another_format_is_no_damage(tmp_path: Path, version: int, made: str) -> None:
     """It was `damaged: StoreError('... has version 1 ...')`; its shape is another one too, and is not spoken of."""
-    for name, read in (("stream.json", check_stream.read), ("forward.json", check_stream.read_forward)):
-        (tmp_path / "step_checks").mkdir(exist_ok=True)
-        (tmp_path / "step_checks" / name).write_text(json.dumps({"version": version, "modules": 3}))
-        with pytest.raises(StoreError, match=rf"{name} has format {version}, .*: {made} code made the run") as caught:
+    (tmp_path / "step_checks").mkdir()
+    facts = {"version": version, "modules": 3}
+    for said, read in ((facts, check_stream.read), ({"forward": facts}, check_stream.read_forward)):
+        (tmp_path / "step_checks" / "stream.json").write_text(json.dumps(said))
+        with pytest.raises(StoreError, match=rf"stream.json has format {version}, .*: {made} code made") as caught:
             read(tmp_path)
         assert "damaged" not in str(caught.value)
-    (tmp_path / "step_checks" / "stream.json").write_text(json.dumps({"forward": {"version": version, "modules": 3}}))
-    with pytest.raises(StoreError, match=rf"stream.json has format {version}"):
-        check_stream.read_forward(tmp_path)
 
 
 ENDLESS = '{"version": 4, "tensors": [], "sketches": 4, "every": Infinity}'

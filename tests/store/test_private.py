@@ -104,7 +104,7 @@ def test_nobody_else_can_keep_the_owner_from_its_lock(open_folder: Path) -> None
 def written(run: Path) -> dict[str, Path]:
     """Every folder of a run that is closed to others, made by the code that fills it."""
     capture.write_step(run / "capture", 1, {"w": torch.ones(2)}, {})
-    check_stream.write_forward(run, 1, (1, 1), {})
+    check_stream.StreamWriter(run, [], 1, 1, 0).close()
     checkpoints.begin(run / "ckpt", 1)
     private_folder(run / "verdict")
     attempt = RunDir(run).attempt_dir(RunDir(run).new_attempt())

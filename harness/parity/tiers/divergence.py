@@ -192,7 +192,7 @@ def weight_jumps(found: Apart, push: Perturbation, last_stable: int) -> Series:
 
 
 def _farthest(found: Apart, distances: Float64, allowed: Float64) -> Series:
-    """Of each step the tensor that is farthest beyond what is allowed."""
+    """Farthest tensor of each step beside what is allowed."""
     seen = ~np.isnan(distances).all(1)
     with np.errstate(divide="ignore", invalid="ignore"):
         ratios = np.where(np.isnan(distances), -1.0, np.nan_to_num(distances / allowed, nan=0.0, posinf=np.inf))
