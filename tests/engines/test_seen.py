@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from harness.config.schema import Dtype, EngineName, Strategy
+from harness.config.schema import Dtype
 from harness.parity.tensors import read
 from harness.probe.hooks import ParameterHooks
 from tests.support.factory import layouts, small_config, train, with_dtypes
