@@ -280,6 +280,19 @@ def _bytes(param: Tensor) -> bytes:
     return local.detach().contiguous().numpy().tobytes()
 
 
+def sgd(params: Any, lr: float) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=lr)
+
+
+def moved(end: str, at: int, step: int, model: nn.Module, optimizer: Any) -> None:
+    """Change a weight, as a wrong update or something between two steps would."""
+    if step == at:
+        with torch.no_grad():
+            for name, param in model.named_parameters():
+                if name.endswith(end):
+                    getattr(param, "_local_tensor", param).mul_(1.01)
+
+
 def gradient_of(model: nn.Module, end: str) -> Tensor:
     """This rank's part of a gradient, by the end of the parameter's name."""
     (param,) = [param for name, param in model.named_parameters() if name.endswith(end)]

@@ -24,10 +24,6 @@ SGD = ("megatron",)
 """Layouts whose optimizer takes a step before the first: under Adam they train otherwise, and say so."""
 
 
-def sgd(params: Any, lr: float) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=lr)
-
-
 def _layout(name: str) -> Any:
     package = loops.FLAT[name].needs
     absent = bool(package) and find_spec(package) is None
@@ -37,7 +33,7 @@ def _layout(name: str) -> Any:
 @pytest.fixture(scope="module")
 def single(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("single") / "study"
-    for name, optimizer in (("adamw", torch.optim.AdamW), ("sgd", sgd)):
+    for name, optimizer in (("adamw", torch.optim.AdamW), ("sgd", loops.sgd)):
         run_ranks(partial(loops.train, optimizer=optimizer), 1, "single", folder / name)
     return folder
 
@@ -75,7 +71,7 @@ def moved(step: int, model: nn.Module, optimizer: Any) -> None:
 @pytest.mark.parametrize("name", map(_layout, loops.FLAT))
 def test_a_program_with_flat_buffers(name: str, single: Path, tmp_path: Path) -> None:
     """Watched it trains the same bits, is EQUIVALENT to one process, and a fault is named where it was put."""
-    optimizer, control = (sgd, "sgd") if name in SGD else (torch.optim.AdamW, "adamw")
+    optimizer, control = (loops.sgd, "sgd") if name in SGD else (torch.optim.AdamW, "adamw")
     options = {"optimizer": optimizer}
     jobs = [
         (loops.train, (name, path), options | more)

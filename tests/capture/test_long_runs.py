@@ -23,19 +23,10 @@ from tests.capture import loops
 from tests.support.mutants import finds
 from tests.support.spawn import run_ranks
 
-WEIGHT = "blocks.1.down.weight"
-
 
 def made(path: Path, layout: str = "single", **keywords: Any) -> Path:
     run_ranks(partial(loops.train, **keywords), loops.LAYOUTS[layout].ranks, layout, path)
     return path
-
-
-def moved(at: int, step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    if step == at:
-        with torch.no_grad():
-            param = dict(model.named_parameters())[WEIGHT]
-            getattr(param, "_local_tensor", param).mul_(1.01)
 
 
 # -- cadence -----------------------------------------------------------------------------------------------------------
@@ -58,7 +49,9 @@ def looks_seldom(folder: Path) -> None:
 
 def sees_what_moved_between(folder: Path) -> None:
     """A weight that is moved in a step that nobody looked at is seen by the next loss, and not called right."""
-    arm = made(folder / "study" / "arm", steps=20, share=0.0, after_update=partial(moved, 12))
+    arm = made(
+        folder / "study" / "arm", steps=20, share=0.0, after_update=partial(loops.moved, "blocks.1.down.weight", 12)
+    )
     verdict = compare(arm, made(folder / "study" / "control", steps=20, share=0.0))
     assert verdict.outcome is Outcome.UNDECIDED, verdict.sentence
     assert "at step 13, " in verdict.sentence

@@ -93,15 +93,6 @@ def scaled(end: str, at: int, step: int, model: Any, optimizer: Any) -> None:
         loops.gradient_of(model, end).mul_(1.5)
 
 
-def moved(end: str, at: int, step: int, model: Any, optimizer: Any) -> None:
-    """Change a weight, as a wrong update or something between two steps would."""
-    if step == at:
-        with torch.no_grad():
-            for name, param in model.named_parameters():
-                if name.endswith(end):
-                    getattr(param, "_local_tensor", param).mul_(1.01)
-
-
 DOWN = "blocks.1.down.weight"
 
 
@@ -110,7 +101,7 @@ DOWN = "blocks.1.down.weight"
     [
         ({"before_update": partial(scaled, DOWN, 5)}, 5, "reduction"),
         ({"before_update": partial(scaled, DOWN, 1)}, 1, "reduction"),
-        ({"after_update": partial(moved, DOWN, 10)}, 10, "optimizer"),
+        ({"after_update": partial(loops.moved, DOWN, 10)}, 10, "optimizer"),
     ],
     ids=["gradient at step 5", "gradient at step 1", "update at step 10"],
 )
@@ -130,21 +121,21 @@ def test_a_fault_is_named_by_step_stage_and_tensor(
     assert not any("run.py" in command for command in verdict.commands), "another program is no request of ours"
 
 
-def sgd(params: Any, lr: float) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=lr)
-
-
 @pytest.mark.parametrize(
     ("options", "outcome", "said"),
     [
         (
-            {"before_update": partial(moved, DOWN, 4)},
+            {"before_update": partial(loops.moved, DOWN, 4)},
             Outcome.DIFFERENT,
             ("weights between steps", "at step 4, ", DOWN),
         ),
         ({"fed": False}, Outcome.EQUIVALENT, ("what study/other was fed is not known",)),
         ({"seed": 2}, Outcome.NOT_COMPARABLE, ("data_digest at step 1",)),
-        ({"optimizer": sgd}, Outcome.NOT_COMPARABLE, ("optimizer.name is sgd in the one and adamw in the other",)),
+        (
+            {"optimizer": loops.sgd},
+            Outcome.NOT_COMPARABLE,
+            ("optimizer.name is sgd in the one and adamw in the other",),
+        ),
     ],
     ids=["weights between steps", "data unknown", "other data", "another optimizer"],
 )
