@@ -50,12 +50,12 @@ def load(path: Path) -> Process | str:
         state = status.effective(path)
         if state is None:
             return "never started"
-        if run.setting("measure.mode") != "bench":
-            return "not timed: measure.mode=record"
         if state.state is not State.done:
             return f"{state.state.value}: {state.reason}"
         if damaged := checksums.damage(path, *checksums.TOLD):
             return f"done, but its record is damaged: {'; '.join(damaged.values())}"
+        if run.setting("measure.mode") != "bench":
+            return "not timed: measure.mode=record"
         config, summary, lines = run.config(), read_summary(run), read_metrics(run.metrics)
         if summary is None or len(lines) != config["train"]["steps"] or summary.get("load") is None:
             return "done, but its record is not whole"

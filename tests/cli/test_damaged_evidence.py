@@ -18,7 +18,6 @@ from harness.analysis import load as tables
 from harness.bench import record as bench
 from harness.config.typed import load_config
 from harness.launch import opening
-from harness.launch.opening import Sources
 from harness.parity import Outcome, Verdict, compare
 from harness.parity.telling import render
 from harness.revisions import Snapshot
@@ -298,7 +297,7 @@ def obstacle(run: Path) -> str:
     """Why a run would not be gone on with."""
     config = RunDir(run).config()
     cell: Any = SimpleNamespace(config=config, typed=load_config(config))
-    return opening._obstacle(RunDir(run), cell, Sources({"sources_digest": provenance.sources_digest()}, ""))
+    return opening._obstacle(RunDir(run), cell, stale=False)
 
 
 def _requeued(run: Path) -> str:
