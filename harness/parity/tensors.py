@@ -1,10 +1,15 @@
-"""Captured steps of a run ([Note: A captured step]), read through the page cache, tensor by tensor."""
+"""Captured steps of a run: safetensors files, read through the page cache, tensor by tensor.
+
+Of the present format ([Note: A captured step], harness/probe/capture.py) or the former. Former runs have a file and a
+description a kind: `step-`, `witness-`, `update-`, `weights-` and `moments-000001`, with `.safetensors` and `.json`,
+and `captured.json` beside them.
+"""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -16,8 +21,8 @@ from numpy.typing import NDArray
 from harness.config.captured import Captured
 from harness.store import tensor_header
 from harness.store.errors import StoreError
-from harness.store.reading import checked
-from harness.store.shapes import CAPTURED_STEP, METADATA, WITNESS
+from harness.store.reading import checked, read_json
+from harness.store.shapes import CAPTURED, CAPTURED_STEP, METADATA, WITNESS
 from harness.store.tensor_header import Held
 
 Float64 = NDArray[np.float64]
@@ -94,6 +99,9 @@ class Computed(Capture):
         return self.values(name).ravel()
 
 
+FORMER = ("step-", "witness-", "update-", "weights-", "moments-")
+
+
 @dataclass(frozen=True)
 class Recomputed:
     capture: Capture
@@ -123,15 +131,20 @@ def read(folder: Path, steps: Sequence[int] | None, updates: Sequence[int] | Non
     What is damaged is one of `problems`.
     """
     files, found = sorted(folder.glob("*.safetensors")), Steps()
-    headers = {step: _header(path, found.problems) for path in files if (step := _step_of(path))}
+    is_former = any(each.name.startswith(FORMER) for each in folder.glob("*.json"))
+    headers: dict[int, _Header | None] = {}
+    if not is_former:
+        headers = {step: _header(path, found.problems) for path in files if (step := _step_of(path))}
     plans = [header.facts["plan"] for header in headers.values() if header and "plan" in header.facts]
     if steps is not None:
         found.plan = Captured(tuple(steps), tuple(updates or ()))
-    elif plans:
-        facts = plans[0]
-        found.plan = Captured(tuple(facts["gradients"]), tuple(facts["updates"]), facts["num_bytes"], facts["left_out"])
+    elif plans or is_former:
+        found.plan = _planned(plans[0] if plans else _read_plan(folder, found.problems))
     elif files and all(headers.values()):
         found.problems.append(f"no step of {folder} has a plan: which steps were to be captured is not known")
+    if is_former:
+        _take_former(found, folder)
+        return found
     for step in sorted({*found.plan.gradients, *found.plan.updates}) if files else ():
         if step not in headers:
             found.problems.append(f"{folder / f'step-{step:06d}.safetensors'} is missing")
@@ -172,6 +185,24 @@ def _header(path: Path, problems: list[str]) -> _Header | None:
     return None
 
 
+def _read_plan(folder: Path, problems: list[str]) -> Mapping[str, Any] | None:
+    path = folder / "captured.json"
+    try:
+        facts = read_json(path, CAPTURED)
+    except StoreError as error:
+        problems.append(str(error))
+        return None
+    if facts is None:
+        problems.append(f"{path} is missing: which steps were to be captured is not known")
+    return facts
+
+
+def _planned(facts: Mapping[str, Any] | None) -> Captured:
+    if facts is None:
+        return Captured()
+    return Captured(tuple(facts["gradients"]), tuple(facts["updates"]), facts["num_bytes"], facts["left_out"])
+
+
 def _take(found: Steps, step: int, header: _Header) -> None:
     """Add the parts of a captured step; earlier ones are there."""
     gradients, after = header.part("gradient/"), header.part("after/")
@@ -209,3 +240,37 @@ def _take_recomputed(found: Steps, step: int, header: _Header, gradients: Captur
     terms = {name: float(header.facts["terms"][name]) for name in local.tensors}
     wrong = tuple(header.facts["wrong_weights"])
     found.witnesses[step] = Recomputed(Computed(local, values), terms, wrong)
+
+
+def _take_former(found: Steps, folder: Path) -> None:
+    """Add all steps of the former format."""
+
+    def opened(path: Path) -> Capture | None:
+        try:
+            if read_json(path.with_suffix(".json"), dict) is None:
+                raise StoreError(f"{path} is not complete: the description beside it is missing")
+            return Capture(path)
+        except StoreError as error:
+            found.problems.append(str(error))
+            return None
+
+    def of(kind: str, wanted: Iterable[int], *, all_or_none: bool = True) -> dict[int, Capture]:
+        paths = {int(step): folder / f"{kind}-{int(step):06d}.safetensors" for step in wanted}
+        there = [step for step, path in paths.items() if path.exists()]
+        read = {step: opened(paths[step]) for step in (paths if there and all_or_none else there)}
+        return {step: capture for step, capture in read.items() if capture is not None}
+
+    found.updates = of("update", found.plan.updates)
+    found.gradients = of("step", found.plan.gradients)
+    found.weights = of("weights", found.updates, all_or_none=False)
+    found.moments = of("moments", found.updates, all_or_none=False)
+    for step, capture in of("witness", found.plan.gradients).items():
+        path = capture.path.with_suffix(".json")
+        try:
+            facts = read_json(path, WITNESS) or {}
+            terms = {name: float(facts["terms"][name]) for name in capture.tensors}
+            found.witnesses[step] = Recomputed(capture, terms, tuple(facts["wrong_weights"]))
+        except StoreError as error:
+            found.problems.append(str(error))
+        except (KeyError, ValueError) as error:
+            found.problems.append(f"{path} is damaged: {error!r}")

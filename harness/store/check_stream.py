@@ -10,7 +10,7 @@ can be compared at a step that nobody captured. All are little-endian float64, a
                   weights and moments it ended with against those that its last step left
     tensors.f64   for each kept step a row [tensor][column]; kept are the first `DENSE` and each `every`-th
 
-Outputs of a run's first step by module are `forward` in stream.json:
+Outputs of a run's first step by module are `forward` in stream.json, or a former run's `forward.json`:
 
     version, sketches (m), rows (positions of the global batch that were looked at), batch (sequences and tokens of one
     call: runs that call their modules with other shapes may use other kernels), modules (name, sketches [m], squares)
@@ -41,9 +41,11 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-FOLDER, STREAM = "step_checks", "stream.json"
+FOLDER, FORMER = "step_checks", "vouch"
+STREAM = "stream.json"
+"""Folder in a run; and of runs by earlier versions, which are read."""
 VERSION = 4
-FORWARD_VERSION = 2
+FORWARD_FILE, FORWARD_VERSION = "forward.json", 2
 DENSE = 512
 SMALL = 2**16
 """Numbers in a file from which on it is mapped instead of read."""
@@ -235,9 +237,13 @@ def _table(path: Path, columns: int) -> NDArray[np.float64]:
     return np.memmap(path, "<f8", "r", shape=(rows, columns)).view(np.ndarray)  # a subclass costs at every slice
 
 
+def folder_of(run_dir: Path) -> Path:
+    return run_dir / (FORMER if (run_dir / FORMER).is_dir() else FOLDER)
+
+
 def read(run_dir: Path) -> Stream | None:
     """None without a stream. Raises `StoreError`: it is unreadable."""
-    folder = run_dir / FOLDER
+    folder = folder_of(run_dir)
     facts = read_format(folder / STREAM, VERSION)
     if facts is None:
         return None
@@ -276,8 +282,12 @@ def write_forward(run_dir: Path, rows: int, batch: tuple[int, int], modules: Map
 
 def read_forward(run_dir: Path) -> Forward | None:
     """None if not observed. Raises `StoreError`: the file is unreadable."""
-    path = run_dir / FOLDER / STREAM
-    facts = of_format((read_json(path, dict) or {}).get("forward"), path, FORWARD_VERSION, FORWARD)
+    path = folder_of(run_dir) / STREAM
+    if "forward" in (stream := read_json(path, dict) or {}):
+        facts = of_format(stream["forward"], path, FORWARD_VERSION, FORWARD)
+    else:
+        path = path.with_name(FORWARD_FILE)
+        facts = read_format(path, FORWARD_VERSION, FORWARD)
     if facts is None:
         return None
     try:

@@ -31,7 +31,7 @@ from harness.store.status import State
 VERSION = 1
 TOLD = ("config.yaml", "provenance.json", "metrics.jsonl", "summary.json")
 FILES = (*TOLD, "overrides.txt")
-FOLDERS = ("capture", "step_checks")
+FOLDERS = ("capture", "step_checks", "vouch")
 ASIDE = "diff.patch"
 """Listed by an older version."""
 SUFFIXES = (".json", ".safetensors", ".f64")
