@@ -50,7 +50,8 @@ def run_compare(arguments: Namespace) -> int:
         from harness.revisions import Request, compare_code  # late: no other comparison starts runs
 
         request = Request(tuple(arguments.words), arguments.root, arguments.bitwise)
-        found = compare_code(request, *arguments.code, lambda line: print(line, file=sys.stderr, flush=True))
+        old, new = arguments.code
+        found = compare_code(request, old, new, lambda line: print(line, file=sys.stderr, flush=True))
         arm, control = Path(found.arm), Path(found.control)
     else:
         store = Store(arguments.root)

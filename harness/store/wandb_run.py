@@ -38,7 +38,7 @@ class WandbFailed(Exception):
 
 
 @contextmanager
-def opened(folder: Path, mode: str, *, live: bool = False, **arguments: Any) -> Iterator[Any]:
+def opened(folder: Path, mode: Any, *, live: bool = False, **arguments: Any) -> Iterator[Any]:
     """A run of wandb, with its files under `folder`; it must be finished within. `settle` waits for what it sends.
 
     Offline, its file then replaces those of earlier times. Args: live: the run trains now, so that the machine's load

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -228,7 +229,8 @@ class Series:
         """The chosen steps."""
         of_steps = ("steps", "observed", "allowed", "refuted", "tensors")
         held = {name: getattr(self, name) for name in of_steps}
-        return replace(self, **{name: each if each is None else each[chosen] for name, each in held.items()})
+        made: dict[str, Any] = {name: each if each is None else each[chosen] for name, each in held.items()}
+        return replace(self, **made)
 
     def finding(self, at: int, count: int = 1) -> Finding:
         numbers, step = (float(each[at]) for each in (self.observed, self.allowed, self.refuted)), int(self.steps[at])
