@@ -291,16 +291,13 @@ def abandon(
 
 
 def _map_tensors(values: tuple[Any, ...], function: Callable[[Tensor], Any]) -> tuple[Any, ...]:
-    return tuple(
-        [
-            function(value)
-            if isinstance(value, Tensor) and value.requires_grad
-            else _map_tensors(value, function)
-            if type(value) is tuple
-            else value
-            for value in values
-        ]
-    )
+    found = []
+    for value in values:
+        if isinstance(value, Tensor) and value.requires_grad:
+            found.append(function(value))
+        else:
+            found.append(_map_tensors(value, function) if type(value) is tuple else value)
+    return tuple(found)
 
 
 def tensors_with_grad(output: Any) -> list[Tensor]:
