@@ -34,7 +34,11 @@ Opt = torch.optim.Optimizer
 
 @dataclass(eq=False)
 class Rows:
-    """Rows that stand for a sharded parameter. held: values of its state when the rule was given `state`, last."""
+    """Rows that stand for a sharded parameter.
+
+    held: values of its state as the program has them. state: entries of it that the rule is given, and writes to.
+    given: the same before it runs. While all are the same objects, nothing is looked at anew.
+    """
 
     param: Tensor
     rows: Tensor
@@ -51,8 +55,8 @@ class Rows:
 
 class LocalStep:
     """before: called, with further arguments of `step`, before the rule may write main weights. *Collective.* unfused:
-    see `kernel_settings`. steps_unused: None is stepped as zeros. matrices: step what is
-    needed whole, and call the rule for the rest. agree: called before that, once gradients are known. *Collective.*
+    see `kernel_settings`. steps_unused: None is stepped as zeros. matrices: step what is needed whole, and call the
+    rule for the rest. agree: called before that, once gradients are known. *Collective.*
     """
 
     def __init__(self, optimizer: Opt, matrices: MatrixStep | None = None) -> None:
@@ -190,7 +194,7 @@ class LocalStep:
         torch.autograd.graph.increment_version([own.rows for own in stepped])  # fused kernels do not
 
     def _shown(self, param: Tensor, key: str, value: Any) -> Any:
-        """An entry of a parameter's state, of one that the rule has made for its rows."""
+        """Entry of a parameter's state, for what the rule has made for its rows: a moment is laid as the parameter."""
         if key not in (self.moments or ()) or not isinstance(value, Tensor):
             return value
         sharded, index = cast(tuple[ShardedParameters, int], location_of(param))
