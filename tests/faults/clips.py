@@ -31,22 +31,21 @@ def _clipped_by(site: Site, choose: Callable[[list[ParamGroup], Tensor], Tensor]
 
 
 @fault_2(
-    "each rank clips by the norm of its own shard",
     "clipping",
-    cell=(ZERO3, "optimizer.clip_norm=0.1", SGD),
+    ZERO3,
+    "optimizer.clip_norm=0.1",
+    SGD,
     strategies=("optim", "optim_grads", "optim_grads_params"),
     report="sgl-project/SpecForge PR 663",
 )
 def F39_clipped_by_own_norm(site: Site) -> None:
+    """Each rank clips by the norm of its own shard."""
     _clipped_by(site, lambda buckets, _: _squares([shard for each in buckets for shard in each.grad_shards]).sqrt())
 
 
-@fault_2(
-    "gradients are clipped by the norm of the step before, which is there already",
-    "clipping",
-    cell=(ZERO2, "optimizer.clip_norm=0.1", SGD),
-)
+@fault_2("clipping", ZERO2, "optimizer.clip_norm=0.1", SGD)
 def stale_clip(site: Site) -> None:
+    """Gradients are clipped by the norm of the step before, which is there already."""
     past: list[Tensor] = []
 
     def before(_buckets: list[ParamGroup], norm: Tensor) -> Tensor:
@@ -56,14 +55,9 @@ def stale_clip(site: Site) -> None:
     _clipped_by(site, before)
 
 
-@fault_2(
-    "each parameter group is clipped by its own norm",
-    "clipping",
-    cell=(ZERO1, "optimizer.clip_norm=0.1", SGD),
-    report="huggingface/transformers PR 614",
-)
+@fault_2("clipping", ZERO1, "optimizer.clip_norm=0.1", SGD, report="huggingface/transformers PR 614")
 def F40_clipped_by_group(site: Site) -> None:
-    """The norm that is logged is right."""
+    """Each parameter group is clipped by its own norm. The norm that is logged is right."""
 
     def wrapped(_clip: Callable[..., None], _buckets: list[ParamGroup], norm: Tensor, max_norm: float) -> None:
         for group in range(len(site.engine.optimizer.param_groups)):  # of which a rank may have no rows
@@ -82,13 +76,10 @@ def _coefficient(norm: Tensor, max_norm: float) -> float:
     return min(1.0, max_norm / (float(norm) + 1e-6))
 
 
-@fault_2(
-    "the norm leaves the embedding's gradient out: clipping is too weak",
-    "clipping",
-    cell=(ZERO3, "optimizer.clip_norm=0.1", SGD),
-)
+@fault_2("clipping", ZERO3, "optimizer.clip_norm=0.1", SGD)
 def norm_without_embedding(site: Site) -> None:
-    """The first bucket's share of the squares is missing."""
+    """The norm leaves the embedding's gradient out: clipping is too weak. The first bucket's share of the squares
+    is missing."""
 
     def wrapped(norm: Callable[..., Tensor], buckets: Sequence[ParamGroup], *args: Any) -> Tensor:
         whole = norm(buckets, *args)

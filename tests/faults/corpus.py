@@ -95,6 +95,9 @@ FOUR = ("mesh.world_size=4", *K2)
 TP = (*FOUR, "mesh.tp=2")
 """Two tensor-parallel ranks in each of two groups with data of their own."""
 SEQUENCE = "mesh.sequence_parallel=true"
+TWO_BY_TWO = ("mesh=two_by_two", "train.microbatch_size=2")
+GATHERS = ("optim_grads_params",)
+"""Strategies that gather weights for each use."""
 FP8_CURRENT = "dtype=fp8_current"
 HELD = ("current", "block", "mx_32x32")
 """Recipes whose weights are kept and gathered in 8 bits."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from harness.data.loader import Loader
 from harness.data.order import sequence_at
 from tests.faults.corpus import ZERO2, ZERO3
-from tests.faults.site import Site, fault, share
+from tests.faults.site import Site, fault, fault_2, share
 
 
 def _behind(site: Site, is_late: Callable[[int], bool]) -> None:
@@ -29,32 +29,22 @@ def _behind(site: Site, is_late: Callable[[int], bool]) -> None:
     site.around(site.loader, "_sequence", wrapped, always=True)
 
 
-@fault("one rank reads the batch of the step before", "data", cell=(ZERO3,), edition=2)
+@fault_2("data", ZERO3)
 def lagging_loader(site: Site) -> None:
+    """One rank reads the batch of the step before."""
     if site.rank == site.size - 1:
         _behind(site, lambda step: step >= max(2, site.config.fault.begins_at))
 
 
-@fault(
-    "the position in the data is off by a step after a resume: the last batch is fed again",
-    "data",
-    cell=(ZERO2,),
-    resumes=True,
-    report="KempnerInstitute/KempnerForge#57",
-    edition=2,
-)
+@fault_2("data", ZERO2, resumes=True, report="KempnerInstitute/KempnerForge#57")
 def F31_data_repeated_on_resume(site: Site) -> None:
+    """The position in the data is off by a step after a resume: the last batch is fed again."""
     _behind(site, lambda step: step >= site.first > 1)
 
 
-@fault(
-    "the end of a microbatch's tokens is what lay in the pinned buffer before",
-    "forward",
-    cell=(ZERO3,),
-    report="pytorch/pytorch#130785",
-    edition=2,
-)
+@fault_2("forward", ZERO3, report="pytorch/pytorch#130785")
 def F32_host_buffer_reused(site: Site) -> None:
+    """The end of a microbatch's tokens is what lay in the pinned buffer before."""
     if site.rank != site.size - 1:
         return
     before: list[Tensor] = []
@@ -69,13 +59,9 @@ def F32_host_buffer_reused(site: Site) -> None:
     site.around(site.engine, "forward_backward", wrapped, always=True)
 
 
-@fault(
-    "targets that are shifted already are shifted again, by every loader that is asked",
-    "data",
-    cell=(ZERO3,),
-    edition=3,
-)
+@fault("data", ZERO3, edition=3)
 def shifted_targets(site: Site) -> None:
+    """Targets that are shifted already are shifted again, by every loader that is asked."""
     last, begins = site.size - 1, site.config.fault.begins_at
 
     def shifted(rows: Any) -> tuple[Any, Any]:
@@ -91,13 +77,9 @@ def shifted_targets(site: Site) -> None:
     site.around(Loader, "batch", wrapped, always=True)
 
 
-@fault(
-    "what begins at a wrong offset is read a token late, by every source that is opened",
-    "data",
-    cell=(ZERO2,),
-    edition=3,
-)
+@fault("data", ZERO2, edition=3)
 def late_offset(site: Site) -> None:
+    """What begins at a wrong offset is read a token late, by every source that is opened."""
     source, size, seed = site.loader.source, site.config.train.global_batch_size, site.config.data.order_seed
     ends = [(step - 1) * size for step in (site.config.fault.begins_at, site.config.train.steps + 1)]
     early, order = ([sequence_at(each, source.num_sequences, seed) for each in range(end)] for end in ends)

@@ -11,7 +11,7 @@ from torch import Tensor
 from harness.fp8.linear import layers_of
 from harness.fp8.quantize import Quantized
 from harness.fsdp.storage import codec
-from tests.faults.corpus import FP8_CURRENT, HELD, ZERO3
+from tests.faults.corpus import FP8_CURRENT, HELD, TWO_BY_TWO, ZERO3
 from tests.faults.site import Site, blend, fault, share
 
 
@@ -29,36 +29,30 @@ def _around_amaxes(site: Site, instead: Callable[[Any, Sequence[Tensor]], Any]) 
     site.around(codec, "_take_largest", wrapped)
 
 
-@fault(
-    "scales of 8-bit weights are made of the largest magnitude among a rank's own rows",
-    "gather",
-    cell=(ZERO3, FP8_CURRENT),
-    recipes=HELD,
-)
+@fault("gather", ZERO3, FP8_CURRENT, recipes=HELD)
 def amax_of_one_rank(site: Site) -> None:
+    """Scales of 8-bit weights are made of the largest magnitude among a rank's own rows."""
     _around_amaxes(site, lambda comm, wrong: None)
 
 
 @fault(
-    "largest magnitudes are reduced over the replicas instead of the ranks that cut the weight",
     "gather",
-    cell=("sharding=hsdp", "mesh=two_by_two", "train.microbatch_size=2", FP8_CURRENT),
+    "sharding=hsdp",
+    *TWO_BY_TWO,
+    FP8_CURRENT,
     recipes=HELD,
     report="NVIDIA/TransformerEngine#656, pytorch/ao PR 590",
 )
 def F29_amax_over_the_wrong_group(site: Site) -> None:
+    """Largest magnitudes are reduced over the replicas instead of the ranks that cut the weight."""
     outer = site.model.engine.meshes.dense.outer
     take = codec._take_largest
     _around_amaxes(site, lambda comm, wrong: take(outer, wrong))
 
 
-@fault(
-    "8-bit weights are cast under the scales of the step before",
-    "gather",
-    cell=(ZERO3, FP8_CURRENT),
-    recipes=("current", "block"),
-)
+@fault("gather", ZERO3, FP8_CURRENT, recipes=("current", "block"))
 def stale_scale(site: Site) -> None:
+    """8-bit weights are cast under the scales of the step before."""
     for bucket in site.buckets:
         for weight in getattr(bucket.codec, "weights", ()):
             _keep_scale(site, weight)
@@ -78,13 +72,9 @@ def _keep_scale(site: Site, weight: Any) -> None:
     site.after(kept, "take", revert, always=True)
 
 
-@fault(
-    "the backward multiplies by the transposed weight as it was cast a step before",
-    "gather",
-    cell=(ZERO3, FP8_CURRENT),
-    recipes=HELD,
-)
+@fault("gather", ZERO3, FP8_CURRENT, recipes=HELD)
 def stale_transposed_payload(site: Site) -> None:
+    """The backward multiplies by the transposed weight as it was cast a step before."""
     for layer in layers_of(site.model.module):
         held: dict[str, Tensor] = {}
 

@@ -12,8 +12,9 @@ from tests.faults.corpus import K2, ZERO2, ZERO3
 from tests.faults.site import Site, fault
 
 
-@fault("every rank is fed the first rank's tokens; the digests say otherwise", "gradient", cell=(ZERO3,))
+@fault("gradient", ZERO3)
 def same_batch(site: Site) -> None:
+    """Every rank is fed the first rank's tokens; the digests say otherwise."""
 
     def wrapped(method: Callable[..., Any], batch: Any, *, last: bool) -> Any:
         rows = max(1, round(site.amount * batch.tokens.shape[0]))
@@ -39,31 +40,31 @@ def _weigh(site: Site, weight: Callable[[int], float]) -> None:
     site.around(site.engine.workload, "loss", wrapped)
 
 
-@fault("the last microbatch counts twice", "gradient", cell=(ZERO3, *K2))
+@fault("gradient", ZERO3, *K2)
 def repeat_microbatch(site: Site) -> None:
+    """The last microbatch counts twice."""
     _weigh(site, lambda number: 1.0 + site.amount * (number == site.k))
 
 
-@fault("microbatches have unequal weight in the mean", "gradient", cell=(ZERO2, *K2), microbatches=2)
+@fault("gradient", ZERO2, *K2, microbatches=2)
 def unequal_microbatches(site: Site) -> None:
+    """Microbatches have unequal weight in the mean."""
     _weigh(site, lambda number: 1.0 + site.amount * (0.5 if number % 2 else -0.5))
 
 
-@fault("the loss that is logged is not the one that is trained on", "forward", cell=(ZERO3,))
+@fault("forward", ZERO3)
 def logged_loss(site: Site) -> None:
+    """The loss that is logged is not the one that is trained on."""
+
     def wrapped(method: Callable[..., Tensor], batch: Any, *, last: bool) -> Tensor:
         return method(batch, last=last) * (1.0 + site.amount / 100)
 
     site.around(site.engine, "forward_backward", wrapped)
 
 
-@fault(
-    "sharding unties embedding and head: one of the two gradients is lost",
-    "gradient",
-    cell=(ZERO3, "model.tie_embeddings=true"),
-    report="facebookresearch/lingua PR 75",
-)
+@fault("gradient", ZERO3, "model.tie_embeddings=true", report="facebookresearch/lingua PR 75")
 def F15_untied_embedding(site: Site) -> None:
+    """Sharding unties embedding and head: one of the two gradients is lost."""
     embedding = next(module for module in site.model.module.modules() if isinstance(module, nn.Embedding))
 
     def lose(_module: nn.Module, _args: object, output: Tensor) -> Tensor:
@@ -72,13 +73,9 @@ def F15_untied_embedding(site: Site) -> None:
     embedding.register_forward_hook(lose)
 
 
-@fault(
-    "a module is used twice, and its gradient leaves after the first use",
-    "gradient",
-    cell=(ZERO3, "model=odd_units"),
-    report="facebookresearch/fairscale#780",
-)
+@fault("gradient", ZERO3, "model=odd_units", report="facebookresearch/fairscale#780")
 def F26_second_use_lost(site: Site) -> None:
+    """A module is used twice, and its gradient leaves after the first use."""
     for module in site.model.module.modules():
         own = [name for name, param in module._parameters.items() if param is not None and param.requires_grad]
         if own:
@@ -106,8 +103,9 @@ def _only_first_use(site: Site, module: nn.Module, own: list[str]) -> None:
     module.register_forward_hook(leave)
 
 
-@fault("one rank's rows are held against the wrong tokens", "forward", cell=(ZERO3,))
+@fault("forward", ZERO3)
 def wrong_targets(site: Site) -> None:
+    """One rank's rows are held against the wrong tokens."""
     if site.rank != site.size - 1:
         return
 

@@ -25,6 +25,7 @@ from tests.faults.corpus import DECLARED, K2, ZERO1, ZERO2, ZERO3, Fault
 from tests.faults.layers import on_criterion
 from tests.faults.resume import on_load
 from tests.faults.site import Injector, Site, rounded, share, spoiling
+from tests.faults.sums import on_taken
 from tests.faults.update import Rows, on_state, on_update, rows_of
 from tests.faults.weights import on_landed
 
@@ -156,17 +157,14 @@ def _taken(change: Callable[[Site, dict[str, Tensor], Tensor, Tensor], object]) 
     def put(site: Site) -> None:
         past: dict[str, Tensor] = {}
 
-        def wrapped(bucket: ParamGroup, take: Callable[[], Tensor]) -> Tensor:
-            source = take()
+        def changed(bucket: ParamGroup, source: Tensor) -> None:
             fresh = source.clone()
             if site.acts:
                 views = {name.rpartition("attention.")[2]: view for name, view in bucket.named_slices(source)}
                 change(site, views, source, past.get(bucket.name, fresh))
             past[bucket.name] = fresh
-            return source
 
-        for bucket in site.buckets:
-            site.around(bucket.gradients, "take", partial(wrapped, bucket), always=True)
+        on_taken(site, changed, always=True)
 
     return put
 

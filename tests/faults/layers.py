@@ -18,8 +18,10 @@ def _tables(site: Site) -> tuple[Tensor, Tensor]:
     return site.model.module.cos_SE, site.model.module.sin_SE
 
 
-@fault_2("rotary tables are kept in 16 bits", "forward", cell=(ZERO3,), report="huggingface/transformers PR 29285")
+@fault_2("forward", ZERO3, report="huggingface/transformers PR 29285")
 def F33_rotary_in_16_bits(site: Site) -> None:
+    """Rotary tables are kept in 16 bits."""
+
     def change() -> None:
         for table in _tables(site):
             table.copy_(rounded(table, site.bits))
@@ -27,12 +29,9 @@ def F33_rotary_in_16_bits(site: Site) -> None:
     site.once(change)
 
 
-@fault_2(
-    "positions begin anew in the middle of a sequence, as if another one were packed behind it",
-    "forward",
-    cell=(ZERO1,),
-)
+@fault_2("forward", ZERO1)
 def positions_restart(site: Site) -> None:
+    """Positions begin anew in the middle of a sequence, as if another one were packed behind it."""
 
     def change() -> None:
         length = site.config.data.seq_len
@@ -43,13 +42,9 @@ def positions_restart(site: Site) -> None:
     site.once(change)
 
 
-@fault_2(
-    "one norm has ten times the epsilon that was asked for",
-    "forward",
-    cell=(ZERO2,),
-    report="pytorch/torchtitan PR 4395",
-)
+@fault_2("forward", ZERO2, report="pytorch/torchtitan PR 4395")
 def F34_norm_epsilon(site: Site) -> None:
+    """One norm has ten times the epsilon that was asked for."""
     norm = site.model.module.blocks[0].attention_norm
 
     def change() -> None:
@@ -58,13 +53,9 @@ def F34_norm_epsilon(site: Site) -> None:
     site.once(change)
 
 
-@fault_2(
-    "query heads find their key and value heads as if these were tiled, not repeated one by one",
-    "forward",
-    cell=(ZERO3,),
-    report="onnx/onnx PR 7274",
-)
+@fault_2("forward", ZERO3, report="onnx/onnx PR 7274")
 def F35_heads_tiled(site: Site) -> None:
+    """Query heads find their key and value heads as if these were tiled, not repeated one by one."""
     attention, model = site.model.module.blocks[0].attention, site.config.model
     groups = model.num_heads // model.num_kv_heads
     order = torch.arange(model.num_heads).view(groups, model.num_kv_heads).T.flatten()
@@ -94,23 +85,21 @@ def on_criterion(site: Site, criterion: Callable[[Tensor, Tensor], Tensor]) -> N
     site.around(site.engine.workload, "loss", wrapped, always=True)
 
 
-@fault_2("labels are smoothed by a tenth, as in another recipe", "forward", cell=(ZERO0,))
+@fault_2("forward", ZERO0)
 def label_smoothing_left_on(site: Site) -> None:
+    """Labels are smoothed by a tenth, as in another recipe."""
     on_criterion(site, lambda logits, targets: F.cross_entropy(logits.mT, targets, label_smoothing=0.1))
 
 
-@fault_2("targets that were shifted already lose their last position in the mean", "forward", cell=(ZERO2,))
+@fault_2("forward", ZERO2)
 def last_target_dropped(site: Site) -> None:
+    """Targets that were shifted already lose their last position in the mean."""
     on_criterion(site, lambda logits, targets: F.cross_entropy(logits[:, :-1].mT, targets[:, :-1]))
 
 
-@fault_2(
-    "what is computed again for the backward is not what the forward computed",
-    "gradient",
-    cell=(ZERO3, "model.activation_checkpointing=true"),
-    report="allenai/OLMo-core PR 828",
-)
+@fault_2("gradient", ZERO3, "model.activation_checkpointing=true", report="allenai/OLMo-core PR 828")
 def F36_recomputed_otherwise(site: Site) -> None:
+    """What is computed again for the backward is not what the forward computed."""
 
     def lose(_module: nn.Module, _args: object, output: Tensor) -> Tensor:
         if not site.acts or torch._C._current_graph_task_id() == -1:
@@ -122,13 +111,9 @@ def F36_recomputed_otherwise(site: Site) -> None:
     site.model.module.blocks[0].attention_norm.register_forward_hook(lose)
 
 
-@fault_2(
-    "an index that means padding in one shard of the vocabulary stops other tokens' gradients as well",
-    "gradient",
-    cell=(ZERO2,),
-    report="pytorch/torchtitan PR 4637",
-)
+@fault_2("gradient", ZERO2, report="pytorch/torchtitan PR 4637")
 def F37_padding_row_frozen(site: Site) -> None:
+    """An index that means padding in one shard of the vocabulary stops other tokens' gradients as well."""
     embedding = next(module for module in site.model.module.modules() if isinstance(module, nn.Embedding))
 
     def lose(_module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
@@ -140,13 +125,9 @@ def F37_padding_row_frozen(site: Site) -> None:
     embedding.register_forward_hook(lose)
 
 
-@fault_2(
-    "one projection's backward reads the activations of the microbatch before",
-    "gradient",
-    cell=(ZERO3, *K2),
-    report="NVIDIA/Megatron-LM#7398",
-)
+@fault_2("gradient", ZERO3, *K2, report="NVIDIA/Megatron-LM#7398")
 def F38_stale_activation(site: Site) -> None:
+    """One projection's backward reads the activations of the microbatch before."""
     before: list[Tensor] = []
 
     def mix(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
@@ -161,8 +142,9 @@ def F38_stale_activation(site: Site) -> None:
     site.model.module.blocks[0].ffn.w_down.register_forward_hook(mix)
 
 
-@fault_2("one branch of a block hands no gradient back to what it reads", "gradient", cell=(ZERO1,))
+@fault_2("gradient", ZERO1)
 def branch_not_differentiated(site: Site) -> None:
+    """One branch of a block hands no gradient back to what it reads."""
 
     def stop(_module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return (torch.lerp(args[0], args[0].detach(), site.amount),) if site.acts else args

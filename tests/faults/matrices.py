@@ -15,10 +15,10 @@ from tests.faults.resume import on_load
 from tests.faults.site import Site, blend, fault
 
 
-@fault(
-    "one rank's piece of the momentum takes in the gradient of other rows", "optimizer", cell=(ZERO3, MUON), edition=3
-)
+@fault("optimizer", ZERO3, MUON, edition=3)
 def momentum_of_a_piece(site: Site) -> None:
+    """One rank's piece of the momentum takes in the gradient of other rows."""
+
     def wrapped(mix: Callable[..., Tensor], group: Any, grad: Tensor, momentum: Tensor) -> Tensor:
         others = momentum.lerp(grad.roll(grad.numel() // 2), 1 - group["momentum"])
         found = mix(group, grad, momentum).clone()
@@ -29,8 +29,10 @@ def momentum_of_a_piece(site: Site) -> None:
         site.around(matrices, "mix", wrapped)
 
 
-@fault("each rank's rows of a matrix are orthogonalized by themselves", "optimizer", cell=(ZERO2, MUON), edition=3)
+@fault("optimizer", ZERO2, MUON, edition=3)
 def iteration_on_a_cut_matrix(site: Site) -> None:
+    """Each rank's rows of a matrix are orthogonalized by themselves."""
+
     def wrapped(orthogonalize: Callable[..., Tensor], group: Any, given: Tensor) -> Tensor:
         rows = -(-given.shape[1] // site.size)
         cut = torch.cat([orthogonalize(group, part.clone()) for part in given.split(rows, 1)], 1)
@@ -41,13 +43,10 @@ def iteration_on_a_cut_matrix(site: Site) -> None:
     site.around(matrices, "orthogonalize", wrapped)
 
 
-@fault(
-    "the rate of tall matrices is not adjusted to their shape",
-    "optimizer",
-    cell=(ZERO3, MUON, "optimizer.adjust_lr_fn=original"),
-    edition=3,
-)
+@fault("optimizer", ZERO3, MUON, "optimizer.adjust_lr_fn=original", edition=3)
 def scale_of_tall_matrices(site: Site) -> None:
+    """The rate of tall matrices is not adjusted to their shape."""
+
     def wrapped(add: Callable[..., None], group: Any, param: Tensor, update: Tensor, rows: int, columns: int) -> None:
         tall = max(rows - columns, 0)
         add(group, param, update, rows - site.amount * tall, columns)
@@ -55,8 +54,9 @@ def scale_of_tall_matrices(site: Site) -> None:
     site.around(matrices, "add", wrapped)
 
 
-@fault("what owners work out does not reach one rank", "optimizer", cell=(ZERO1, MUON), edition=3)
+@fault("optimizer", ZERO1, MUON, edition=3)
 def update_not_sent(site: Site) -> None:
+    """What owners work out does not reach one rank."""
 
     def wrapped(finish: Callable[..., None], lane: Any, groups: Any) -> None:
         missed = [m for m in lane.matrices if m.owner not in (None, lane.comm.rank)]
@@ -71,8 +71,10 @@ def update_not_sent(site: Site) -> None:
         site.around(matrices.Lane, "finish", wrapped)
 
 
-@fault("momentum does not come back from a checkpoint", "checkpoint", cell=(ZERO3, MUON), resumes=True, edition=3)
+@fault("checkpoint", ZERO3, MUON, resumes=True, edition=3)
 def stale_momentum(site: Site) -> None:
+    """Momentum does not come back from a checkpoint."""
+
     def change(tensor: Tensor, old: Tensor) -> None:
         blend(tensor, old, site.amount)
 

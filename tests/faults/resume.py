@@ -11,7 +11,7 @@ from torch import Tensor
 
 from harness.config.derived import lr_at
 from tests.faults.corpus import ZERO2, ZERO3
-from tests.faults.site import Site, blend, fault, rounded, share
+from tests.faults.site import Site, blend, exchange, fault, fault_2, rounded, share
 from tests.support.layouts import local_of
 
 
@@ -40,101 +40,66 @@ def _is_weight(key: str) -> bool:
     return not key.startswith("optimizer")
 
 
-@fault(
-    "the last rows of a split weight come back wrong from a checkpoint",
-    "checkpoint",
-    cell=(ZERO3,),
-    resumes=True,
-    report="pytorch/torchtitan#1136",
-)
+@fault("checkpoint", ZERO3, resumes=True, report="pytorch/torchtitan#1136")
 def F16_tail_lost_on_resume(site: Site) -> None:
+    """The last rows of a split weight come back wrong from a checkpoint."""
+
     def change(tensor: Tensor, old: Tensor) -> None:
         share(tensor.view(-1), site.amount / 16).copy_(share(old.view(-1), site.amount / 16))
 
     on_load(site, _is_weight, change)
 
 
-@fault(
-    "loading fills the full weights, the shards keep what they had",
-    "checkpoint",
-    cell=(ZERO3,),
-    resumes=True,
-    report="ISEEKYAN/Megatron-LM PR 104",
-)
+@fault("checkpoint", ZERO3, resumes=True, report="ISEEKYAN/Megatron-LM PR 104")
 def F17_shards_not_refreshed(site: Site) -> None:
+    """Loading fills the full weights, the shards keep what they had."""
     on_load(site, _is_weight, lambda tensor, old: blend(tensor, old, site.amount))
 
 
-@fault(
-    "a weight that the checkpoint lacks stays at its initial value, silently",
-    "checkpoint",
-    cell=(ZERO3,),
-    resumes=True,
-    report="NVIDIA/Megatron-LM, note on fsdp_dtensor",
-)
+@fault("checkpoint", ZERO3, resumes=True, report="NVIDIA/Megatron-LM, note on fsdp_dtensor")
 def F18_absent_weights_skipped(site: Site) -> None:
+    """A weight that the checkpoint lacks stays at its initial value, silently."""
     first = next(key for key in site.engine.state().tensors if _is_weight(key))
     on_load(site, lambda key: key == first, lambda tensor, old: blend(tensor, old, site.amount))
 
 
-@fault("Adam's step count begins anew after a resume", "checkpoint", cell=(ZERO3,), resumes=True)
+@fault("checkpoint", ZERO3, resumes=True)
 def optimizer_step_lost_on_resume(site: Site) -> None:
+    """Adam's step count begins anew after a resume."""
     on_load(site, lambda key: key.endswith("step"), lambda tensor, old: blend(tensor, 0.0, site.amount))
 
 
-@fault("Adam's moments begin anew after a resume", "checkpoint", cell=(ZERO2,), resumes=True)
+@fault("checkpoint", ZERO2, resumes=True)
 def moments_lost_on_resume(site: Site) -> None:
+    """Adam's moments begin anew after a resume."""
     on_load(site, lambda key: "exp_avg" in key, lambda tensor, old: blend(tensor, 0.0, site.amount))
 
 
-@fault(
-    "main weights are made again of the 16-bit ones when a run is resumed",
-    "checkpoint",
-    cell=(ZERO3,),
-    resumes=True,
-    report="karpathy/llm.c PR 702",
-    edition=2,
-)
+@fault_2("checkpoint", ZERO3, resumes=True, report="karpathy/llm.c PR 702")
 def F44_weights_from_16_bits(site: Site) -> None:
+    """Main weights are made again of the 16-bit ones when a run is resumed."""
     on_load(site, _is_weight, lambda tensor, _: tensor.copy_(rounded(tensor, site.bits)))
 
 
-@fault(
-    "moments are handed out by their place in a list, and two of one shape change owners",
-    "checkpoint",
-    cell=(ZERO2,),
-    resumes=True,
-    report="wochenlong/lora-scripts-next PR 320",
-    edition=2,
-)
+@fault_2("checkpoint", ZERO2, resumes=True, report="wochenlong/lora-scripts-next PR 320")
 def F45_moments_by_position(site: Site) -> None:
-    """Adam's first moments of the query projections of the first two blocks."""
+    """Moments are handed out by their place in a list, and two of one shape change owners. Adam's first moments of
+    the query projections of the first two blocks."""
     first: list[Tensor] = []
 
     def change(tensor: Tensor, _: Tensor) -> None:
         if not first:
             first.append(tensor)
-            return
-        one, other = first.pop().view(-1), tensor.view(-1)
-        length = min(one.numel(), other.numel())
-        kept = one[:length].clone()
-        blend(one[:length], other[:length].clone(), site.amount)
-        blend(other[:length], kept, site.amount)
+        else:
+            exchange(first.pop().view(-1), tensor.view(-1), site.amount)
 
     owners = [f"optimizer/blocks.{number}.attention.wq.weight/exp_avg" for number in (0, 1)]
     on_load(site, lambda key: key in owners, change)
 
 
-@fault(
-    "the schedule is a step behind after a resume",
-    "optimizer",
-    cell=(ZERO3,),
-    resumes=True,
-    report="Lightning-AI/pytorch-lightning#4655",
-    edition=2,
-)
+@fault_2("optimizer", ZERO3, resumes=True, report="Lightning-AI/pytorch-lightning#4655")
 def F46_lr_lags_on_resume(site: Site) -> None:
-    """The learning rate that is logged is the right one."""
+    """The schedule is a step behind after a resume. The learning rate that is logged is the right one."""
 
     def wrapped(step: Callable[[float], float], lr: float) -> float:
         behind = lr_at(site.config, site.step - 1) if site.first > 1 else lr

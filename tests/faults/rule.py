@@ -9,13 +9,10 @@ from tests.faults.site import Site, blend, fault_2, rounded
 from tests.faults.update import Rows, on_update, rows_of
 
 
-@fault_2(
-    "weights decay after the update instead of before, and the update with them",
-    "optimizer",
-    cell=(ZERO3,),
-    report="bitsandbytes-foundation/bitsandbytes PR 2040",
-)
+@fault_2("optimizer", ZERO3, report="bitsandbytes-foundation/bitsandbytes PR 2040")
 def F41_decay_after_update(site: Site) -> None:
+    """Weights decay after the update instead of before, and the update with them."""
+
     def change(rows: Rows, weight: Tensor, old: Tensor) -> None:
         settings = rows.settings
         decay = settings["lr"] * settings["weight_decay"]
@@ -24,8 +21,10 @@ def F41_decay_after_update(site: Site) -> None:
     on_update(site, rows_of(site), change)
 
 
-@fault_2("Adam's epsilon is added to the second moment instead of to its root", "optimizer", cell=(ZERO2,))
+@fault_2("optimizer", ZERO2)
 def epsilon_inside_root(site: Site) -> None:
+    """Adam's epsilon is added to the second moment instead of to its root."""
+
     def change(rows: Rows, weight: Tensor, old: Tensor) -> None:
         settings = rows.settings
         first, second = (
@@ -38,13 +37,9 @@ def epsilon_inside_root(site: Site) -> None:
     on_update(site, rows_of(site), change)
 
 
-@fault_2(
-    "weight decay goes through the gradient and the moments, as Adam has it and AdamW has not",
-    "optimizer",
-    cell=(ZERO1,),
-    report="microsoft/DeepSpeed PR 482",
-)
+@fault_2("optimizer", ZERO1, report="microsoft/DeepSpeed PR 482")
 def F42_decay_through_moments(site: Site) -> None:
+    """Weight decay goes through the gradient and the moments, as Adam has it and AdamW has not."""
     decays = [group["weight_decay"] for group in site.engine.optimizer.param_groups]
 
     def change() -> None:
@@ -59,8 +54,9 @@ def F42_decay_through_moments(site: Site) -> None:
     site.before(site.engine.optimizer, "step", first)
 
 
-@fault_2("momentum takes in a tenth of each gradient instead of all of it", "optimizer", cell=(ZERO2, SGD))
+@fault_2("optimizer", ZERO2, SGD)
 def damped_momentum(site: Site) -> None:
+    """Momentum takes in a tenth of each gradient instead of all of it."""
 
     def change() -> None:
         for group in site.engine.optimizer.param_groups:
@@ -69,13 +65,9 @@ def damped_momentum(site: Site) -> None:
     site.once(change)
 
 
-@fault_2(
-    "averaged weights that were put in for a validation are left in",
-    "weights",
-    cell=(ZERO3,),
-    report="aqlaboratory/openfold PR 90",
-)
+@fault_2("weights", ZERO3, report="aqlaboratory/openfold PR 90")
 def F43_average_left_in(site: Site) -> None:
+    """Averaged weights that were put in for a validation are left in."""
     averages = [piece.detach().clone() for bucket in site.buckets for piece in bucket.main_shards]
 
     def pieces() -> list[Tensor]:
@@ -94,12 +86,8 @@ def F43_average_left_in(site: Site) -> None:
     site.once(change, earliest=3)
 
 
-@fault_2("weights are cast to 16 bits where they lie when they are exported", "weights", cell=(ZERO2,), ends=True)
+@fault_2("weights", ZERO2, ends=True)
 def rounded_at_the_end(site: Site) -> None:
-    def change() -> None:
-        for bucket in site.buckets:
-            for piece in bucket.main_shards:
-                piece.copy_(rounded(piece, site.bits))
-        site.model.install_weights()
+    """Weights are cast to 16 bits where they lie when they are exported."""
 
-    site.at_the_end(change)
+    site.at_the_end(lambda: site.on_weights(lambda piece: piece.copy_(rounded(piece, site.bits))))

@@ -26,13 +26,13 @@ from tests.faults.corpus import BITS, DECLARED, Fault
 Injector = Callable[["Site"], None]
 
 
-def fault(
-    does: str, stage: str, *, cell: tuple[str, ...], **limits: Any
-) -> Callable[[Injector], Callable[[Config, Build], Session]]:
-    """Declare a fault on the function that puts it into a site; what is declared beside is `Fault`'s."""
+def fault(stage: str, *cell: str, **limits: Any) -> Callable[[Injector], Callable[[Config, Build], Session]]:
+    """Declare a fault on the function that puts it into a site, and whose first sentence says what it does; what is
+    declared beside is `Fault`'s."""
 
     def declare(injector: Injector) -> Callable[[Config, Build], Session]:
-        name = injector.__name__
+        name, does = injector.__name__, " ".join(str(injector.__doc__).split()).partition(". ")[0].rstrip(".")
+        does = does if does.startswith(("Adam", "ZeRO")) else does[0].lower() + does[1:]
         declared = Fault(name, f"{injector.__module__}:{name}", does, stage, cell, **limits)
         DECLARED.append(declared)
         return spoiling(declared, injector)
@@ -151,6 +151,13 @@ class Site:
             with torch.no_grad():
                 change()
 
+    def on_weights(self, change: Callable[[Tensor], object]) -> None:
+        """Change the pieces of main weights of all buckets, and compute with them from now on."""
+        for bucket in self.buckets:
+            for piece in bucket.main_shards:
+                change(piece)
+        self.model.install_weights()
+
     def at_the_end(self, change: Callable[[], None]) -> None:
         """Change something when the last step is done, before anybody looks at the weights it left."""
         self._last.append(change)
@@ -221,6 +228,14 @@ def blend(target: Tensor, wrong: Tensor | float, amount: float) -> None:
         target.copy_(torch.lerp(target.double(), wrong.double(), amount))
     else:
         target.mul_(1.0 - amount).add_(wrong * amount)
+
+
+def exchange(first: Tensor, second: Tensor, amount: float) -> None:
+    """Blend each of two flat tensors with the other one, in place, as far as they have one length."""
+    length = min(first.numel(), second.numel())
+    kept = first[:length].clone()
+    blend(first[:length], second[:length], amount)
+    blend(second[:length], kept, amount)
 
 
 def share(tensor: Tensor, amount: float) -> Tensor:

@@ -29,18 +29,14 @@ def _late(
     site.on_reduced(then, always=True)
 
 
-def _on_pieces(site: Site, change: Callable[[Tensor], object], which: list[ParamGroup]) -> None:
+def on_pieces(site: Site, change: Callable[[Tensor], object], which: list[ParamGroup]) -> None:
     """Change the pieces of some buckets in every step."""
     site.on_reduced(lambda _: [change(piece) for bucket in which for piece in bucket.grad_shards])
 
 
-@fault(
-    "in some steps the allocator hands a main gradient's memory out while it is in use",
-    "reduction",
-    cell=(ZERO3,),
-    report="NVIDIA/Megatron-LM PR 6187",
-)
+@fault("reduction", ZERO3, report="NVIDIA/Megatron-LM PR 6187")
 def F06_gradient_memory_reused(site: Site) -> None:
+    """In some steps the allocator hands a main gradient's memory out while it is in use."""
     victim = max(site.buckets, key=lambda bucket: bucket.layout.param_numel)
 
     def change(piece: Tensor, old: Tensor) -> None:
@@ -50,18 +46,15 @@ def F06_gradient_memory_reused(site: Site) -> None:
     _late(site, lambda step: step % 3 == 2, change, [victim])
 
 
-@fault(
-    "in half of the steps a gradient shard still holds the step before",
-    "reduction",
-    cell=(ZERO2,),
-    report="pytorch/pytorch PR 180665",
-)
+@fault("reduction", ZERO2, report="pytorch/pytorch PR 180665")
 def F07_copied_too_early(site: Site) -> None:
+    """In half of the steps a gradient shard still holds the step before."""
     _late(site, lambda step: step % 2 == 0, lambda piece, old: blend(piece, old, site.amount), site.buckets)
 
 
-@fault("a bucket's gradient is that of the step before", "reduction", cell=(ZERO3, SGD))
+@fault("reduction", ZERO3, SGD)
 def stale_gradient(site: Site) -> None:
+    """A bucket's gradient is that of the step before."""
     _late(site, lambda step: step > 1, lambda piece, old: blend(piece, old, site.amount), site.buckets[-2:-1])
 
 
@@ -82,30 +75,29 @@ def alike(site: Site) -> list[ParamGroup]:
     return [bucket for bucket in site.buckets if bucket.layout.bucket_numel == usual]
 
 
-@fault(
-    "a buffer is freed early: the gradients of all layers become the last one's",
-    "reduction",
-    cell=(ZERO3,),
-    report="pytorch/pytorch PR 140044",
-)
+@fault("reduction", ZERO3, report="pytorch/pytorch PR 140044")
 def F08_layers_collapse(site: Site) -> None:
+    """A buffer is freed early: the gradients of all layers become the last one's."""
     *others, last = alike(site)
     _collapse(site, others, last)
 
 
-@fault("two buckets share the memory of their gradients", "reduction", cell=(ZERO2,))
+@fault("reduction", ZERO2)
 def alias_buckets(site: Site) -> None:
+    """Two buckets share the memory of their gradients."""
     first, second, *_ = alike(site)
     _collapse(site, [first], second)
 
 
-@fault("one bucket's gradient is lost", "reduction", cell=(ZERO2,))
+@fault("reduction", ZERO2)
 def drop_bucket(site: Site) -> None:
-    _on_pieces(site, lambda piece: piece.mul_(1.0 - site.amount), alike(site)[:1])
+    """One bucket's gradient is lost."""
+    on_pieces(site, lambda piece: piece.mul_(1.0 - site.amount), alike(site)[:1])
 
 
-@fault("the end of the last rank's shard is lost", "reduction", cell=(ZERO3,))
+@fault("reduction", ZERO3)
 def drop_tail(site: Site) -> None:
+    """The end of the last rank's shard is lost."""
 
     def then(buckets: list[ParamGroup]) -> None:
         if site.rank == site.size - 1:
@@ -115,27 +107,31 @@ def drop_tail(site: Site) -> None:
     site.on_reduced(then)
 
 
-@fault("summed gradients are rounded to 16 bits", "reduction", cell=(ZERO3,))
+@fault("reduction", ZERO3)
 def round_gradient(site: Site) -> None:
-    _on_pieces(site, lambda piece: piece.copy_(rounded(piece, site.bits)), site.buckets)
+    """Summed gradients are rounded to 16 bits."""
+    on_pieces(site, lambda piece: piece.copy_(rounded(piece, site.bits)), site.buckets)
 
 
-@fault("one bucket's gradient is twice what it should be", "reduction", cell=(ZERO1,))
+@fault("reduction", ZERO1)
 def scale_one_bucket(site: Site) -> None:
-    _on_pieces(site, lambda piece: piece.mul_(1.0 + site.amount), site.buckets[-2:-1])
+    """One bucket's gradient is twice what it should be."""
+    on_pieces(site, lambda piece: piece.mul_(1.0 + site.amount), site.buckets[-2:-1])
 
 
-@fault("a bucket's gradient is not cleared before the next step", "reduction", cell=(ZERO2,))
+@fault("reduction", ZERO2)
 def leaks_into_next_step(site: Site) -> None:
+    """A bucket's gradient is not cleared before the next step."""
     _late(site, lambda step: step > 1, lambda piece, old: piece.add_(old, alpha=site.amount), site.buckets[-2:-1])
 
 
-@fault("summed gradients have noise of 1 %", "reduction", cell=(ZERO3,))
+@fault("reduction", ZERO3)
 def noisy_gradient(site: Site) -> None:
+    """Summed gradients have noise of 1 %."""
     generator = torch.Generator().manual_seed(site.rank)
 
     def change(piece: Tensor) -> None:
         noise = torch.randn(piece.shape, generator=generator, dtype=torch.float64).to(piece.device)
         piece.mul_(1.0 + 0.01 * site.amount * noise)
 
-    _on_pieces(site, change, site.buckets)
+    on_pieces(site, change, site.buckets)

@@ -9,11 +9,11 @@ from typing import Any
 from torch import Tensor
 
 from harness.fsdp.ragged.tensor import local_of
-from harness.fsdp.storage.at_rest import ShardedParameters, location_of
+from harness.fsdp.storage.at_rest import location_of
 from harness.fsdp.storage.param_group import ParamGroup
 from harness.fsdp.update import norms
 from tests.faults.corpus import SGD, ZERO0, ZERO1, ZERO2, ZERO3
-from tests.faults.site import Site, blend, fault, rounded, share
+from tests.faults.site import Site, blend, exchange, fault, rounded, share
 
 
 def _on_norm(site: Site, factor: float) -> None:
@@ -23,23 +23,16 @@ def _on_norm(site: Site, factor: float) -> None:
     site.around(norms, "gradient_norm", wrapped)
 
 
-@fault(
-    "replicated gradients count once a rank in the norm: clipping is too strong",
-    "clipping",
-    cell=(ZERO0,),
-    report="NVIDIA-NeMo/RL PR 3788",
-)
+@fault("clipping", ZERO0, report="NVIDIA-NeMo/RL PR 3788")
 def F20_norm_counts_replicas(site: Site) -> None:
+    """Replicated gradients count once a rank in the norm: clipping is too strong."""
     _on_norm(site, 1.0 + site.amount * (site.size**0.5 - 1.0))
 
 
-@fault(
-    "the norm that is logged is a rank's own part; clipping is right",
-    "clipping",
-    cell=(ZERO3,),
-    report="zero-stage logging, pytorch/pytorch#170862",
-)
+@fault("clipping", ZERO3, report="zero-stage logging, pytorch/pytorch#170862")
 def F21_norm_of_one_rank(site: Site) -> None:
+    """The norm that is logged is a rank's own part; clipping is right."""
+
     def wrapped(step: Callable[[float], float], lr: float) -> float:
         return step(lr) * (1.0 - site.amount * (1.0 - site.size**-0.5))
 
@@ -59,28 +52,23 @@ def _on_clip(site: Site, power: float) -> None:
     site.around(norms, "clip_gradients", wrapped)
 
 
-@fault(
-    "one replica does not clip, and drifts from the others",
-    "clipping",
-    cell=(ZERO0, "optimizer.clip_norm=0.1", SGD),
-    report="microsoft/DeepSpeed PR 1801",
-)
+@fault("clipping", ZERO0, "optimizer.clip_norm=0.1", SGD, report="microsoft/DeepSpeed PR 1801")
 def F23_clipped_on_one_rank(site: Site) -> None:
+    """One replica does not clip, and drifts from the others."""
     if site.rank == site.size - 1:
         _on_clip(site, -site.amount)
 
 
-@fault("gradients are clipped, and clipped again", "clipping", cell=(ZERO3, "optimizer.clip_norm=0.1", SGD))
+@fault("clipping", ZERO3, "optimizer.clip_norm=0.1", SGD)
 def clipped_twice(site: Site) -> None:
+    """Gradients are clipped, and clipped again."""
     _on_clip(site, site.amount)
 
 
-@fault(
-    "gradients are clipped to twice the norm that was asked for",
-    "clipping",
-    cell=(ZERO3, "optimizer.clip_norm=0.1", SGD),
-)
+@fault("clipping", ZERO3, "optimizer.clip_norm=0.1", SGD)
 def clip_bound(site: Site) -> None:
+    """Gradients are clipped to twice the norm that was asked for."""
+
     def wrapped(clip: Callable[..., None], buckets: list[ParamGroup], norm: Tensor, max_norm: float) -> None:
         clip(buckets, norm, max_norm * (1.0 + site.amount))
 
@@ -116,18 +104,14 @@ class Rows:
         return local_of(self.site.engine.optimizer.state[self.param][entry])
 
 
-def _place_of(param: Tensor) -> tuple[ShardedParameters, int]:
-    place = location_of(param)
-    assert place is not None
-    return place
-
-
 def rows_of(site: Site) -> list[Rows]:
     """Of all parameters with rows on this rank."""
     found = []
     for number, group in enumerate(site.engine.optimizer.param_groups):
         for param in group["params"]:
-            sharded, index = _place_of(param)
+            at = location_of(param)
+            assert at is not None
+            sharded, index = at
             slot = sharded.bucket.layout.slots[index]
             local = sharded.bucket.layout.local_slice(slot, sharded.bucket.cuts.layout_rank)
             if local.numel:
@@ -152,13 +136,10 @@ def _chosen(site: Site) -> list[Rows]:
     return [each for each in found if (id(each.bucket), each.group) == smallest]
 
 
-@fault(
-    "the step that creates optimizer state is counted: bias corrections are one step ahead",
-    "optimizer",
-    cell=(ZERO3,),
-    report="NVIDIA/Megatron-LM#5974",
-)
+@fault("optimizer", ZERO3, report="NVIDIA/Megatron-LM#5974")
 def F04_extra_adam_step(site: Site) -> None:
+    """The step that creates optimizer state is counted: bias corrections are one step ahead."""
+
     def change() -> None:
         for rows in _chosen(site):
             rows.state("step").add_(1)
@@ -183,32 +164,24 @@ def on_update(site: Site, found: list[Rows], change: Callable[[Rows, Tensor, Ten
     site.after(site.engine.optimizer, "step", then)
 
 
-def _undone(site: Site, found: list[Rows], change: Callable[[Tensor, Tensor], None]) -> None:
-    """As `on_update`, where it does not matter whose the weights are."""
-    on_update(site, found, lambda _, weight, old: change(weight, old))
-
-
-@fault(
-    "the optimizer steps tensors that the model no longer uses: some weights never change",
-    "optimizer",
-    cell=(ZERO3,),
-    report="pytorch/pytorch#149205",
-)
+@fault("optimizer", ZERO3, report="pytorch/pytorch#149205")
 def F14_stale_parameters(site: Site) -> None:
+    """The optimizer steps tensors that the model no longer uses: some weights never change."""
     found = [rows for rows in rows_of(site) if rows.bucket is site.buckets[0]]
-    _undone(site, found, lambda weight, old: blend(weight, old, site.amount))
+    on_update(site, found, lambda _, weight, old: blend(weight, old, site.amount))
 
 
-@fault("one rank's shard is never updated", "optimizer", cell=(ZERO3,))
+@fault("optimizer", ZERO3)
 def rank_not_stepped(site: Site) -> None:
+    """One rank's shard is never updated."""
     found = rows_of(site) if site.rank == site.size - 1 else []
-    _undone(site, found, lambda weight, old: blend(weight, old, site.amount))
+    on_update(site, found, lambda _, weight, old: blend(weight, old, site.amount))
 
 
-@fault("main weights are kept in 16 bits", "optimizer", cell=(ZERO3,))
+@fault("optimizer", ZERO3)
 def round_weights(site: Site) -> None:
-    found = rows_of(site)
-    _undone(site, found, lambda weight, old: blend(weight, rounded(weight, site.bits), 1.0))
+    """Main weights are kept in 16 bits."""
+    on_update(site, rows_of(site), lambda _, weight, old: blend(weight, rounded(weight, site.bits), 1.0))
 
 
 def on_state(site: Site, key: str, change: Callable[[Tensor], object]) -> None:
@@ -219,48 +192,46 @@ def on_state(site: Site, key: str, change: Callable[[Tensor], object]) -> None:
     site.after(site.engine.optimizer, "step", then)
 
 
-@fault("Adam's second moment is kept in 16 bits", "optimizer", cell=(ZERO3,))
+@fault("optimizer", ZERO3)
 def round_moments(site: Site) -> None:
+    """Adam's second moment is kept in 16 bits."""
     on_state(site, "exp_avg_sq", lambda moment: moment.copy_(rounded(moment, site.bits)))
 
 
-@fault("Adam's momentum is kept in 16 bits", "optimizer", cell=(ZERO3,))
+@fault("optimizer", ZERO3)
 def round_momentum(site: Site) -> None:
+    """Adam's momentum is kept in 16 bits."""
     on_state(site, "exp_avg", lambda moment: moment.copy_(rounded(moment, site.bits)))
 
 
-@fault("two parts of a shard's momentum change places", "weights", cell=(ZERO3,))
+@fault("weights", ZERO3)
 def swapped_momentum(site: Site) -> None:
+    """Two parts of a shard's momentum change places."""
 
     def change() -> None:
         flat = max((rows.state("exp_avg").view(-1) for rows in rows_of(site)), key=lambda each: each.numel())
         half = flat.numel() // 2
-        first, second = share(flat[:half], site.amount), share(flat[half : 2 * half], site.amount)
-        kept = first.clone()
-        first.copy_(second)
-        second.copy_(kept)
+        exchange(share(flat[:half], site.amount), share(flat[half : 2 * half], site.amount), 1.0)
 
     site.once(change, earliest=2)
 
 
-@fault("all weights are 1.1 times what they were when the last step is done", "weights", cell=(ZERO3,), ends=True)
+@fault("weights", ZERO3, ends=True)
 def grown_at_the_end(site: Site) -> None:
-    def change() -> None:
-        for bucket in site.buckets:
-            for piece in bucket.main_shards:
-                piece.mul_(1.0 + 0.1 * site.amount)
-        site.model.install_weights()
-
-    site.at_the_end(change)
+    """All weights are 1.1 times what they were when the last step is done."""
+    site.at_the_end(lambda: site.on_weights(lambda piece: piece.mul_(1.0 + 0.1 * site.amount)))
 
 
-@fault("Adam's moments are zeroed after the first step", "optimizer", cell=(ZERO1,))
+@fault("optimizer", ZERO1)
 def moments_forgotten(site: Site) -> None:
+    """Adam's moments are zeroed after the first step."""
     on_state(site, "exp_avg", lambda moment: moment.mul_(1.0 - site.amount))
 
 
-@fault("weight decay is applied to gains and biases", "optimizer", cell=(ZERO3,))
+@fault("optimizer", ZERO3)
 def decay_on_vectors(site: Site) -> None:
+    """Weight decay is applied to gains and biases."""
+
     def change() -> None:
         groups = site.engine.optimizer.param_groups
         decay = max(group["weight_decay"] for group in groups)
@@ -271,8 +242,10 @@ def decay_on_vectors(site: Site) -> None:
     site.once(change)
 
 
-@fault("one parameter group has another second beta", "optimizer", cell=(ZERO3,))
+@fault("optimizer", ZERO3)
 def beta_of_a_group(site: Site) -> None:
+    """One parameter group has another second beta."""
+
     def change() -> None:
         group = site.engine.optimizer.param_groups[0]
         first, second = group["betas"]
@@ -281,16 +254,19 @@ def beta_of_a_group(site: Site) -> None:
     site.once(change)
 
 
-@fault("one parameter group has another learning rate", "optimizer", cell=(ZERO2,))
+@fault("optimizer", ZERO2)
 def lr_of_a_group(site: Site) -> None:
+    """One parameter group has another learning rate."""
+
     def double() -> None:  # which every step sets anew
         site.engine.optimizer.param_groups[-1]["lr"] *= 1.0 + site.amount
 
     site.before(site.engine.optimizer, "step", double)
 
 
-@fault("the optimizer steps with the learning rate of the step before", "optimizer", cell=(ZERO1,))
+@fault("optimizer", ZERO1)
 def stale_lr(site: Site) -> None:
+    """The optimizer steps with the learning rate of the step before."""
     past: list[float] = []
 
     def wrapped(step: Callable[[float], float], lr: float) -> float:
@@ -300,11 +276,12 @@ def stale_lr(site: Site) -> None:
     site.around(site.engine, "step", wrapped, always=True)
 
 
-@fault("one step, the second or the one it begins at, is not taken", "optimizer", cell=(ZERO2,))
+@fault("optimizer", ZERO2)
 def skipped_step(site: Site) -> None:
+    """One step, the second or the one it begins at, is not taken."""
 
-    def change(weight: Tensor, old: Tensor) -> None:
+    def change(_rows: Rows, weight: Tensor, old: Tensor) -> None:
         if site.step == max(2, site.config.fault.begins_at):
             blend(weight, old, site.amount)
 
-    _undone(site, rows_of(site), change)
+    on_update(site, rows_of(site), change)

@@ -9,18 +9,14 @@ import torch
 from torch import Tensor
 
 from harness.fsdp.storage.param_group import ParamGroup
-from tests.faults.corpus import ZERO0, ZERO1, ZERO3
-from tests.faults.site import Site, blend, fault, rounded, share
+from tests.faults.corpus import GATHERS, ZERO0, ZERO1, ZERO3
+from tests.faults.site import Site, blend, fault, fault_2, rounded, share
 from tests.faults.summed import alike
 
 
-@fault(
-    "weights are split in one order and gathered in another",
-    "weights",
-    cell=(ZERO3,),
-    report="pytorch/torchtitan PR 1483",
-)
+@fault("weights", ZERO3, report="pytorch/torchtitan PR 1483")
 def F19_permuted_shards(site: Site) -> None:
+    """Weights are split in one order and gathered in another."""
 
     def change() -> None:
         piece = share(site.buckets[0].main_shards[0], site.amount)
@@ -49,14 +45,9 @@ def on_landed(site: Site, change: Callable[[ParamGroup, list[Tensor]], object], 
     site.around(site.model.engine.gather, "_wait_for_unshard", wrapped, always=always)
 
 
-@fault(
-    "a gather reads what other ranks held a step before",
-    "gather",
-    cell=(ZERO3,),
-    strategies=("optim_grads_params",),
-    report="sgl-project/sglang#37768",
-)
+@fault("gather", ZERO3, strategies=GATHERS, report="sgl-project/sglang#37768")
 def F25_read_before_ready(site: Site) -> None:
+    """A gather reads what other ranks held a step before."""
     before: dict[str, list[Tensor]] = {}
     now: dict[str, list[Tensor]] = {}
 
@@ -74,13 +65,9 @@ def F25_read_before_ready(site: Site) -> None:
     site.after(site.engine, "step", turn, always=True)
 
 
-@fault(
-    "the end of a gathered bucket is used before it has arrived",
-    "gather",
-    cell=(ZERO3,),
-    strategies=("optim_grads_params",),
-)
+@fault("gather", ZERO3, strategies=GATHERS)
 def unwritten_gather(site: Site) -> None:
+    """The end of a gathered bucket is used before it has arrived."""
     seen = [0]
 
     def wrapped(land: Callable[..., None], unit: Any) -> None:
@@ -94,13 +81,9 @@ def unwritten_gather(site: Site) -> None:
     site.around(site.model.engine.gather, "_wait_for_unshard", wrapped)
 
 
-@fault(
-    "updated weights are not brought into the next forward",
-    "gather",
-    cell=(ZERO1,),
-    strategies=("optim", "optim_grads"),
-)
+@fault("gather", ZERO1, strategies=("optim", "optim_grads"))
 def stale_weights(site: Site) -> None:
+    """Updated weights are not brought into the next forward."""
     bucket = site.buckets[0]
     held = [each.clone() for each in others_of(bucket)]
 
@@ -115,27 +98,23 @@ def stale_weights(site: Site) -> None:
     site.after(site.model.engine.weights, "install", revert, always=True)
 
 
-@fault("gathered weights are rounded to 16 bits on the way", "gather", cell=(ZERO3,))
+@fault("gather", ZERO3)
 def round_gather(site: Site) -> None:
+    """Gathered weights are rounded to 16 bits on the way."""
     on_landed(site, lambda _, others: [target.copy_(rounded(target, site.bits)) for target in others])
 
 
-@fault("one replica's weights grow by a thousandth a step", "optimizer", cell=(ZERO0,))
+@fault("optimizer", ZERO0)
 def replica_drift(site: Site) -> None:
-    if site.rank != site.size - 1:
-        return
-
-    def then() -> None:
-        for bucket in site.buckets:
-            for piece in bucket.main_shards:
-                piece.mul_(1.0 + site.amount / 1_000)
-        site.model.install_weights()
-
-    site.after(site.engine.optimizer, "step", then)
+    """One replica's weights grow by a thousandth a step."""
+    growth = 1.0 + site.amount / 1_000
+    if site.rank == site.size - 1:
+        site.after(site.engine.optimizer, "step", lambda: site.on_weights(lambda piece: piece.mul_(growth)))
 
 
-@fault("one gathered element is 0.1 too large on one rank", "gather", cell=(ZERO3,), strategies=("optim_grads_params",))
+@fault("gather", ZERO3, strategies=GATHERS)
 def gathered_element_off(site: Site) -> None:
+    """One gathered element is 0.1 too large on one rank."""
     victim = next(bucket for bucket in site.buckets if not bucket.is_resident)
 
     def change(bucket: ParamGroup, others: list[Tensor]) -> None:
@@ -145,14 +124,9 @@ def gathered_element_off(site: Site) -> None:
     on_landed(site, change)
 
 
-@fault(
-    "a unit's weights are gathered over those of the unit before it, which has not left the buffer",
-    "gather",
-    cell=(ZERO3,),
-    strategies=("optim_grads_params",),
-    edition=2,
-)
+@fault_2("gather", ZERO3, strategies=GATHERS)
 def landed_in_one_buffer(site: Site) -> None:
+    """A unit's weights are gathered over those of the unit before it, which has not left the buffer."""
     first, second, *_ = alike(site)
     before: list[Tensor] = []
 
@@ -166,14 +140,9 @@ def landed_in_one_buffer(site: Site) -> None:
     on_landed(site, change)
 
 
-@fault(
-    "the second gather of a step, for the backward, reads a copy that was not refreshed",
-    "gather",
-    cell=(ZERO3,),
-    strategies=("optim_grads_params",),
-    edition=2,
-)
+@fault_2("gather", ZERO3, strategies=GATHERS)
 def stale_in_backward(site: Site) -> None:
+    """The second gather of a step, for the backward, reads a copy that was not refreshed."""
     before: dict[str, list[Tensor]] = {}
     now: dict[str, list[Tensor]] = {}
 
