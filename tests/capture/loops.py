@@ -164,15 +164,20 @@ def train(
     after_update: Event = lambda step, model, optimizer: None,
     seed: int = 1,
     told: bool = True,
+    by_closure: bool = False,
+    begin: int = 0,
+    kept: Path | None = None,
+    forgets: bool = False,
     captures: Sequence[int] | None = None,
     **options: Any,
 ) -> list[bytes]:
     """Train, watched if there is a path. Returns this rank's last weights, and the state of torch's generator.
 
-    Args: told: `watch` is given the optimizer. captures, options: of `watch`, which looks at all steps of a busy
-    machine, too.
+    Args: told: `watch` is given the optimizer. by_closure: forward and backward lie within the optimizer's step, as in
+    Lightning and L-BFGS. begin: step whose checkpoint is gone on from. kept: folder of checkpoints of step 6, of a run
+    that is killed before its last step. forgets: the optimizer's state is not loaded. captures, options: of `watch`,
+    which looks at all steps of a busy machine, too.
     """
-
     chosen = {**LAYOUTS, **FLAT}[layout]
     torch.manual_seed(0)
     net = Net(tied=tied)
@@ -181,54 +186,47 @@ def train(
     params = [param for param in model.parameters() if param.requires_grad]
     model, stepping = chosen.finish(model, optimizer(params, lr=1e-3))
     given = stepping if told else None
-    run = None if path is None else watch(model, given, path, **{"share": 1.0, "steps": captures, **options})
-    readers = chosen.readers or chosen.ranks
-    for number, batch in enumerate(batches(steps, seed), start=1):
-        rows = batch.chunk(readers)[rank * readers // chosen.ranks]
-        loss = nn.functional.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
-        getattr(model, "backward", Tensor.backward)(loss)
-        before_update(number, model, stepping)
-        if hasattr(model, "backward"):  # DeepSpeed's engine
-            model.step()
-        else:
-            stepping.step()
-            stepping.zero_grad()
-        after_update(number, model, stepping)
-        if run is not None:
-            run.step(loss=loss, data=rows if fed else None)
-    if run is not None:
-        run.close()
-    return [*(_bytes(param) for param in model.parameters()), torch.get_rng_state().numpy().tobytes()]
-
-
-def attempt(rank: int, layout: str, path: Path, begin: int, end: int, kept: Path, *, forgets: bool = False) -> None:
-    """Train from a step on, of which each rank finds its checkpoint in `kept`; save after step 6, and be killed.
-
-    Args: end: last step; of the last one of all the run is ended. forgets: the optimizer's state is not loaded.
-    """
-    chosen, file = LAYOUTS[layout], kept / f"{layout}-{rank}.pt"
-    torch.manual_seed(0)
-    model = chosen.shards(Net())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    file = kept and kept / f"{layout}-{rank}.pt"
     if begin:
         weights, state = torch.load(file, weights_only=False)
         model.load_state_dict(weights)
         if not forgets:
-            optimizer.load_state_dict(state)
-    run = watch(model, optimizer, path, share=1.0, done=begin)
-    for number, batch in enumerate(batches(end), start=1):
-        if number <= begin:
-            continue
-        rows = batch.chunk(chosen.ranks)[rank]
+            stepping.load_state_dict(state)
+    watched = {"share": 1.0, "steps": captures, "done": begin, **options}
+    run = None if path is None else watch(model, given, path, **watched)
+
+    def computed(number: int, rows: Tensor) -> Tensor:
+        if by_closure:
+            stepping.zero_grad()
         loss = nn.functional.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
-        loss.backward()
+        getattr(model, "backward", Tensor.backward)(loss)
+        before_update(number, model, stepping)
+        return loss
+
+    readers = chosen.readers or chosen.ranks
+    for number, batch in enumerate(batches(steps, seed)[begin:], start=begin + 1):
+        rows = batch.chunk(readers)[rank * readers // chosen.ranks]
+        if by_closure:
+            loss = stepping.step(partial(computed, number, rows))
+        else:
+            loss = computed(number, rows)
+            _update(model, stepping)
+        after_update(number, model, stepping)
+        if run is not None:
+            run.step(loss=loss, data=rows if fed else None)
+        if number == 6 and file:
+            torch.save((model.state_dict(), stepping.state_dict()), file)
+    if run is not None and not (kept and steps < STEPS):
+        run.close()
+    return [*(_bytes(param) for param in model.parameters()), torch.get_rng_state().numpy().tobytes()]
+
+
+def _update(model: Any, optimizer: Any) -> None:
+    if hasattr(model, "backward"):  # DeepSpeed's engine
+        model.step()
+    else:
         optimizer.step()
         optimizer.zero_grad()
-        run.step(loss=loss, data=rows)
-        if number == 6:
-            torch.save((model.state_dict(), optimizer.state_dict()), file)
-    if end == STEPS:
-        run.close()
 
 
 class Stage(nn.Module):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from harness.capture import watch
@@ -20,46 +19,16 @@ from tests.capture import loops
 from tests.support.mutants import finds
 
 STEPS = 4
-Habit = Callable[[nn.Module, Any, Callable[[Tensor], Tensor], Tensor], Tensor]
 
 
-def plainly(net: nn.Module, optimizer: Any, loss_of: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
-    loss = loss_of(rows)
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss
-
-
-def by_closure(net: nn.Module, optimizer: Any, loss_of: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
-    """As Lightning and L-BFGS do: the forward and the backward lie within the optimizer's step."""
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = loss_of(rows)
-        loss.backward()
-        return loss
-
-    found = optimizer.step(closure)
-    assert isinstance(found, Tensor)
-    return found
-
-
-def scheduled(net: nn.Module, optimizer: Any, loss_of: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
-    """A schedule that moves the rate before the step is told of."""
-    loss = plainly(net, optimizer, loss_of, rows)
+def lowers(step: int, net: nn.Module, optimizer: Any) -> None:
+    """As a schedule that moves the rate before the step is told of."""
     for group in optimizer.param_groups:
         group["lr"] *= 0.9
-    return loss
 
 
-def clipped(net: nn.Module, optimizer: Any, loss_of: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
-    loss = loss_of(rows)
-    loss.backward()
+def clips(step: int, net: nn.Module, optimizer: Any) -> None:
     nn.utils.clip_grad_norm_(net.parameters(), 0.1)
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss
 
 
 def checkpointed(net: loops.Net) -> None:
@@ -73,35 +42,18 @@ def compiled(net: loops.Net) -> None:
         block.compile(backend="eager")
 
 
-HABITS: dict[str, Habit] = {
-    "closure": by_closure,
-    "schedule": scheduled,
-    "clipping": clipped,
-    "checkpointing": plainly,
-    "compile": plainly,
+HABITS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "closure": {"by_closure": True},
+    "schedule": {"after_update": lowers},
+    "clipping": {"before_update": clips},
+    "checkpointing": {"build": checkpointed},
+    "compile": {"build": compiled},
 }
-BUILDS = {"checkpointing": checkpointed, "compile": compiled}
 
 
 def train(path: Path | None, name: str) -> list[bytes]:
-    habit = HABITS.get(name, plainly)
-    torch.manual_seed(0)
-    net = loops.Net()
-    if name in BUILDS:
-        BUILDS[name](net)
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
-
-    def loss_of(rows: Tensor) -> Tensor:
-        return nn.functional.cross_entropy(net(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
-
-    run = None if path is None else watch(net, optimizer, path, share=1.0)
-    for rows in loops.batches(STEPS):
-        loss = habit(net, optimizer, loss_of, rows)
-        if run is not None:
-            run.step(loss=loss, data=rows)
-    if run is not None:
-        run.close()
-    return [param.detach().numpy().tobytes() for param in net.parameters()]
+    return loops.train(0, "single", path, steps=STEPS, **HABITS[name])
 
 
 @pytest.fixture(scope="module")

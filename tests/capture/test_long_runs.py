@@ -101,9 +101,9 @@ def captured(path: Path, keep: int) -> Record:
 def interrupted(folder: Path, layout: str = "fsdp2", **keywords: Any) -> Path:
     """A run that was killed after step 9, and went on from its checkpoint of step 6."""
     path, ranks = folder / "study" / "interrupted", loops.LAYOUTS[layout].ranks
-    run_ranks(loops.attempt, ranks, layout, path, 0, 9, folder)
+    run_ranks(partial(loops.train, steps=9, kept=folder), ranks, layout, path)
     assert not (path / "summary.json").exists()
-    run_ranks(partial(loops.attempt, **keywords), ranks, layout, path, 6, loops.STEPS, folder)
+    run_ranks(partial(loops.train, begin=6, kept=folder, **keywords), ranks, layout, path)
     return path
 
 
@@ -186,7 +186,7 @@ def test_a_record_that_cannot_go_on_is_left_alone(
 ) -> None:
     path = tmp_path / "study" / "run"
     if steps:
-        run_ranks(loops.attempt, 1, "single", path, 0, steps, tmp_path)
+        made(path, steps=steps, kept=tmp_path)
     kept = {each: each.read_bytes() for each in path.rglob("*") if each.is_file()}
     with caplog.at_level(logging.WARNING, "harness.capture"):
         made(path, done=done, steps=3)
@@ -196,9 +196,9 @@ def test_a_record_that_cannot_go_on_is_left_alone(
 
 def test_another_torch_in_a_later_attempt_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "study" / "run"
-    run_ranks(loops.attempt, 1, "single", path, 0, 9, tmp_path)
+    made(path, steps=9, kept=tmp_path)
     monkeypatch.setattr("harness.store.provenance.versions", lambda: {"torch": "1.0"})
-    run_ranks(loops.attempt, 1, "single", path, 6, loops.STEPS, tmp_path)
+    made(path, begin=6, kept=tmp_path)
     assert any("goes on with other versions" in problem for problem in load(path).problems)
 
 
