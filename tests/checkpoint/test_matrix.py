@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from harness.checkpoint.folder import path_of
 from harness.checkpoint.manifest import Manifest
@@ -18,29 +17,16 @@ from harness.engines.protocol import TORCH_DTYPES
 from tests.support.layouts import (
     LAYOUTS,
     SAVED,
-    SINGLE,
     TP_LAYOUTS,
     Layout,
     build,
     checkpoints_of,
     draw,
     run_cells,
-    write_all,
     write_reference,
     written_right,
 )
 from tests.support.spawn import run_ranks
-
-Saved = tuple[Path, dict[str, Tensor]]
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    """A folder with the reference and a checkpoint of one process, for reading alone; weights after one more update."""
-    root = tmp_path_factory.mktemp("saved")
-    after = write_reference(root / "reference")
-    run_ranks(write_all, 1, root, [SINGLE])
-    return root, after
 
 
 @pytest.mark.parametrize("count", [6, pytest.param(40, marks=pytest.mark.full)])
@@ -90,8 +76,9 @@ def loaded_otherwise(rank: int, folder: Path, layout: Layout) -> list[str]:
     return wrong
 
 
-def test_another_dtype_rounds_once(saved: Saved) -> None:
-    assert run_ranks(loaded_otherwise, 2, saved[0] / "reference", NARROW) == [[], []]
+def test_another_dtype_rounds_once(tmp_path: Path) -> None:
+    run_ranks(write_reference, 1, tmp_path)
+    assert run_ranks(loaded_otherwise, 2, tmp_path, NARROW) == [[], []]
 
 
 def save_narrow(rank: int, root: Path) -> None:

@@ -67,6 +67,6 @@ def _steps_at_once(rank: int, case: Case) -> None:
         engine.step(0.1)
 
 
-@pytest.mark.parametrize("peer", PEERS, ids="-".join)
+@pytest.mark.parametrize("peer", [*PEERS, ("single", "no_shard")], ids="-".join)
 def test_a_step_before_the_last_microbatch_is_an_error(peer: tuple[str, str]) -> None:
     run_ranks(_steps_at_once, 1, Case(*peer))

@@ -20,7 +20,7 @@ Saved = tuple[Path, dict[str, Tensor]]
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     """A folder with the reference and a checkpoint of one process, for reading alone; weights after one more update."""
     root = tmp_path_factory.mktemp("saved")
-    after = write_reference(root / "reference")
+    after = write_reference(0, root / "reference")
     run_ranks(write_all, 1, root, [SINGLE])
     return root, after
 

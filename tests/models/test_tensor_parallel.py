@@ -75,13 +75,17 @@ MORE = [
 """What `make test-all` adds."""
 
 
-def run_all(rank: int, folder: Path, cases: list[Any]) -> list[dict[str, Tensor]]:
-    """Train every case by the loop; its last weights."""
-    found = []
-    for place, case in enumerate(cases):
+def name_of(case: tuple[Any, ...]) -> str:
+    return "-".join(map(str, case))
+
+
+def run_all(rank: int, folder: Path, cases: list[Any]) -> dict[str, dict[str, Tensor]]:
+    """Train every case by the loop; its last weights, by its name."""
+    found = {}
+    for case in cases:
         config = config_of(*case, ckpt__policy=CkptPolicy.last)
-        train(config, folder / str(place), rank)
-        found.append(weights_of(config, rank, load=folder / str(place)))
+        train(config, folder / name_of(case), rank)
+        found[name_of(case)] = weights_of(config, rank, load=folder / name_of(case))
     return found
 
 
@@ -95,8 +99,8 @@ def weights_of(config: Config, rank: int, load: Path) -> dict[str, Tensor]:
 
 
 @once
-def trained(folder: Path, more: bool = False) -> list[list[dict[str, Tensor]]]:
-    return run_ranks(run_all, 4, folder / "more" if more else folder, MORE if more else CASES)
+def trained(folder: Path, more: bool = False) -> list[dict[str, dict[str, Tensor]]]:
+    return run_ranks(run_all, 4, folder, MORE if more else CASES)
 
 
 @once
@@ -111,23 +115,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("runs")
 
 
-@pytest.mark.parametrize(
-    ("more", "place"),
-    [pytest.param(False, place, id="-".join(map(str, case))) for place, case in enumerate(CASES)]
-    + [
-        pytest.param(True, place, id="-".join(map(str, case)), marks=pytest.mark.full)
-        for place, case in enumerate(MORE)
-    ],
-)
-def test_the_loop_trains_what_one_process_trains(more: bool, place: int, folder: Path) -> None:
+@pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.full) for case in MORE)], ids=name_of)
+def test_the_loop_trains_what_one_process_trains(case: tuple[Any, ...], folder: Path) -> None:
     """Losses, norms and data are recorded once for each microbatch, and the checkpoint holds what one process has."""
-    ran, model = trained(folder, more), (MORE if more else CASES)[place][1]
+    ran, name, model = trained(folder, case in MORE), name_of(case), case[1]
     alone = trained_alone(folder, model)
     for of_rank in ran:
-        assert list(of_rank[place]) == list(alone)
-        assert max(float((value - alone[name]).abs().max()) for name, value in of_rank[place].items()) < 1e-10
-    run = (folder / "more" if more else folder) / str(place)
-    mine, theirs = (read_metrics(path / "metrics.jsonl") for path in (run, folder / f"alone {model}"))
+        assert list(of_rank[name]) == list(alone)
+        assert max(float((value - alone[key]).abs().max()) for key, value in of_rank[name].items()) < 1e-10
+    mine, theirs = (read_metrics(folder / each / "metrics.jsonl") for each in (name, f"alone {model}"))
     for line, other in zip(mine, theirs, strict=True):
         assert line["loss"] == pytest.approx(other["loss"], rel=1e-12)
         assert line["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-12)
@@ -138,13 +134,13 @@ def loads(rank: int, folder: Path) -> list[dict[str, Tensor]]:
     """The first case's checkpoint in every mesh of four ranks, and in FSDP2 over the same plan."""
     wanted: list[Any] = [(mesh, "plain") for mesh in MESHES]
     wanted.append(("2x2", "plain", Strategy.optim_grads, EngineName.fsdp2))
-    return [weights_of(config_of(*case), rank, load=folder / "0") for case in wanted]
+    return [weights_of(config_of(*case), rank, load=folder / name_of(CASES[0])) for case in wanted]
 
 
 def test_every_mesh_takes_up_what_another_saved(folder: Path) -> None:
-    wanted = trained(folder)[0][0]
+    wanted = trained(folder)[0][name_of(CASES[0])]
     for of_rank in run_ranks(loads, 4, folder):
         for found in of_rank:
             assert [name for name, value in found.items() if not torch.equal(value, wanted[name])] == []
-    alone = weights_of(config_of(None, "plain"), 0, load=folder / "0")
+    alone = weights_of(config_of(None, "plain"), 0, load=folder / name_of(CASES[0]))
     assert [name for name, value in alone.items() if not torch.equal(value, wanted[name])] == []

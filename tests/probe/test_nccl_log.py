@@ -26,25 +26,20 @@ def facts_of(name: str) -> NcclFacts:
     return found
 
 
-def test_sharp_over_two_nodes() -> None:
+def test_what_each_log_tells() -> None:
+    """SHARP over two nodes; symmetric kernels and copy engines; registrations of the program; channels alone."""
     facts = facts_of("h100_sharp_2nodes_2.28")
     assert facts.version == "2.28.9+cuda12.9"
     assert facts.nvls_channels == 16
     assert facts.collnet_connected
     assert {*facts.choices["AllGather"]} >= {"NVLS/SIMPLE", "RING/LL"}
     assert facts.choices["ReduceScatter"].count("COLLNET_DIRECT/SIMPLE") == 1, "of two"
-
-
-def test_symmetric_kernels_and_copy_engines() -> None:
     facts = facts_of("h100_symmetric_2.30")
     assert facts.registered["symmetric"].count == 2
     assert facts.registered["symmetric"].bytes == 33554432 + 2097152
     assert {*facts.choices["AllGather"]} >= {"copy engine"}
     assert "symmetric ReduceScatter_LD" in facts.choices["ReduceScatter"]
     assert "symmetric AllReduce_RSxLDMC_AGxSTMC" in facts.ran
-
-
-def test_registrations_of_the_program_and_channels_that_prove_nothing() -> None:
     facts = facts_of("nvls_registered_2.24")
     assert (facts.registered["user"].count, facts.registered["user"].bytes) == (1, 20971520)
     assert [*facts.registered] == ["user"]
@@ -168,12 +163,8 @@ def test_a_fallback_of_the_engines_reaches_the_record_and_the_screen() -> None:
     assert _network({"network": facts}) == {"nccl_ub": "auto -> none (registration with dp: out of memory)"}
 
 
-@pytest.mark.parametrize(("code", "text"), [(23_203, "2.32.3"), (22_809, "2.28.9"), (21_005, "2.10.5")])
-def test_nccls_number(code: int, text: str) -> None:
-    assert version_of(code) == text
-
-
-def test_none_is_loaded_here() -> None:
+def test_nccls_number_and_that_none_is_loaded_here() -> None:
+    assert [version_of(code) for code in (23_203, 22_809, 21_005)] == ["2.32.3", "2.28.9", "2.10.5"]
     assert loaded_version() is None
 
 

@@ -11,28 +11,38 @@ from harness.probe.step_checks.sample import Made, Sample
 from tests.support.mutants import finds
 
 RULE = Rule("adamw", (0.9, 0.95), 1e-8, 0.0, 0.0)
+LR = 0.01
 SMALL = 1e-14
 """Second moments of a tensor whose gradients are a ten-millionth of another's."""
 
 
-@pytest.fixture
-def held() -> dict[str, torch.Tensor]:
+def held_of(sizes: dict[str, tuple[float, ...]]) -> dict[str, torch.Tensor]:
+    """Weights and moments of tensors, by name: each one's shape and, behind it, how large its numbers are."""
     made = torch.Generator().manual_seed(1)
-    sizes = {"large": 1.0, "small": SMALL}
     return {
-        f"{name}/{entry}": torch.rand(8, 9, generator=made) * size
-        for name, size in sizes.items()
+        f"{name}/{entry}": torch.rand(shape, generator=made) * size
+        for name, (*shape, size) in sizes.items()
         for entry in ("weight", *RULE.entries)
     }
 
 
-@pytest.fixture
-def sample(held: dict[str, torch.Tensor]) -> Sample:
+def sample_of(held: dict[str, torch.Tensor]) -> Sample:
+    """Of all tensors."""
     pieces = {key: Piece.of(key.partition("/")[0], tensor) for key, tensor in held.items()}
-    names = ("large", "small")
+    names = [*dict.fromkeys(piece.name for piece in pieces.values())]
     weights = [pieces[f"{name}/weight"] for name in names]
     moments = {name: [pieces[f"{name}/{entry}"] for entry in RULE.entries] for name in names}
     return Sample(RULE, weights, moments, set(names), dict.fromkeys(names, 0.0))
+
+
+@pytest.fixture
+def held() -> dict[str, torch.Tensor]:
+    return held_of({"large": (8, 9, 1.0), "small": (8, 9, SMALL)})
+
+
+@pytest.fixture
+def sample(held: dict[str, torch.Tensor]) -> Sample:
+    return sample_of(held)
 
 
 def test_a_small_moment_that_changes_has_moved(sample: Sample, held: dict[str, torch.Tensor]) -> None:
@@ -45,25 +55,29 @@ def test_a_small_moment_that_changes_has_moved(sample: Sample, held: dict[str, t
     assert small == pytest.approx(1e-3, rel=1e-3)
 
 
-def stepped(sample: Sample, held: dict[str, torch.Tensor], wrong: str) -> tuple[float, float]:
-    """A step of torch's AdamW that clips by a half where `wrong` does not say otherwise: the largest distance from the
-    rule, and the error of the factor that clipped."""
-    made, before, lr = torch.Generator().manual_seed(2), sample.look(), 0.01
-    gradients = {name: torch.rand(8, 9, generator=made) - 0.5 for name in ("large", "small")}
-    factor = {"large": 0.5, "small": 0.7 if wrong == "a tensor's factor" else 0.5}
-    rates = {"large": lr, "small": 2 * lr if wrong == "a tensor's rate" else lr}
-    for name, gradient in gradients.items():
+def stepped(
+    held: dict[str, torch.Tensor], factors: dict[str, float], rates: dict[str, float], element: float = 1.0
+) -> tuple[float, float]:
+    """The largest distance from the rule, and the error of the factor that clipped, of a step of torch's AdamW that
+    should clip by a half.
+
+    Args: factors, rates: by which a tensor's gradients are clipped, and with which it steps. element: factor of the
+    first element that is followed.
+    """
+    made, sample, gradients = torch.Generator().manual_seed(2), sample_of(held), {}
+    before, followed = sample.look(), int(sample.followed[0].indices[0])
+    for name, factor in factors.items():
         param = torch.nn.Parameter(held[f"{name}/weight"].clone())
+        optimizer = torch.optim.AdamW([param], rates.get(name, LR), RULE.betas, RULE.eps, weight_decay=0.0)
         moments = {entry: held[f"{name}/{entry}"] for entry in RULE.entries}
-        optimizer = torch.optim.AdamW([param], rates[name], RULE.betas, RULE.eps, weight_decay=0.0)
         optimizer.state[param] = {"step": torch.tensor(2.0), **moments}
-        param.grad = factor[name] * gradient
-        if wrong == "an element":
-            param.grad.view(-1)[int(sample.followed[0].indices[0])] *= 1.4
+        gradients[name] = torch.rand(param.shape, generator=made) - 0.5
+        param.grad = factor * gradients[name]
+        if element != 1.0:
+            param.grad.view(-1)[followed] *= element
         optimizer.step()
         held[f"{name}/weight"].copy_(param.detach())
-    given = sample.gradients(gradients)
-    found = sample.held_to_rule(before, sample.look(), given, 0.5, Made(3, lr, 2.0**-24))
+    found = sample.held_to_rule(before, sample.look(), sample.gradients(gradients), 0.5, Made(3, LR, 2.0**-24))
     return float(found.ratios.max()), found.clipping
 
 
@@ -72,51 +86,23 @@ def stepped(sample: Sample, held: dict[str, torch.Tensor], wrong: str) -> tuple[
     [("", True, 0.0), ("a tensor's factor", True, 0.4), ("a tensor's rate", False, 0.0), ("an element", False, 0.0)],
 )
 def test_a_tensor_that_is_clipped_otherwise_follows_the_rule(
-    sample: Sample, held: dict[str, torch.Tensor], wrong: str, follows: bool, clipping: float
+    held: dict[str, torch.Tensor], wrong: str, follows: bool, clipping: float
 ) -> None:
-    ratio, found = stepped(sample, held, wrong)
+    factors = {"large": 0.5, "small": 0.7 if wrong == "a tensor's factor" else 0.5}
+    rates = {"small": 2 * LR} if wrong == "a tensor's rate" else {}
+    ratio, found = stepped(held, factors, rates, 1.4 if wrong == "an element" else 1.0)
     assert (ratio <= 1) == follows, ratio
     assert found == pytest.approx(clipping, abs=1e-5)
 
 
-def clipped_as_a_group(large: float = 0.7, small: float = 0.7) -> tuple[float, float]:
-    """A step in which a large tensor and eight of two elements each are clipped by these factors, and should by 0.5."""
-    made, sizes = (
-        torch.Generator().manual_seed(1),
-        {"right": 72, "large": 72, **{f"gain {number}": 2 for number in range(8)}},
-    )
-    held = {
-        f"{name}/{entry}": torch.rand(size, generator=made)
-        for name, size in sizes.items()
-        for entry in ("weight", *RULE.entries)
-    }
-    pieces = {key: Piece.of(key.partition("/")[0], tensor) for key, tensor in held.items()}
-    moments = {name: [pieces[f"{name}/{entry}"] for entry in RULE.entries] for name in sizes}
-    sample = Sample(RULE, [pieces[f"{name}/weight"] for name in sizes], moments, set(sizes), dict.fromkeys(sizes, 0.0))
-    before, gradients = sample.look(), {}
-    for name, size in sizes.items():
-        param = torch.nn.Parameter(held[f"{name}/weight"].clone())
-        optimizer = torch.optim.AdamW([param], 0.01, RULE.betas, RULE.eps, weight_decay=0.0)
-        optimizer.state[param] = {
-            "step": torch.tensor(2.0),
-            **{entry: held[f"{name}/{entry}"] for entry in RULE.entries},
-        }
-        gradients[name] = torch.rand(size, generator=made) - 0.5
-        param.grad = gradients[name] * {"right": 0.5, "large": large}.get(name, small)
-        optimizer.step()
-        held[f"{name}/weight"].copy_(param.detach())
-    given = sample.gradients(gradients)
-    found = sample.held_to_rule(before, sample.look(), given, 0.5, Made(3, 0.01, 2.0**-24))
-    return float(found.ratios.max()), found.clipping
-
-
 def test_small_tensors_that_are_clipped_as_others_are_follow_the_rule() -> None:
-    ratio, found = clipped_as_a_group()
-    assert ratio <= 1
-    assert found == pytest.approx(0.4, abs=1e-5)
-    ratio, found = clipped_as_a_group(large=0.5, small=1.0)
-    assert ratio <= 1
-    assert found == pytest.approx(1.0, abs=1e-5)
+    """A large tensor and eight of two elements each, beside one that is clipped as it should be."""
+    gains = [f"gain {number}" for number in range(8)]
+    for large, small, clipping in ((0.7, 0.7, 0.4), (0.5, 1.0, 1.0)):
+        held = held_of({"right": (72, 1.0), "large": (72, 1.0), **dict.fromkeys(gains, (2, 1.0))})
+        ratio, found = stepped(held, {"right": 0.5, "large": large, **dict.fromkeys(gains, small)}, {})
+        assert ratio <= 1
+        assert found == pytest.approx(clipping, abs=1e-5)
 
 
 def test_sums_of_moments_tell_what_a_resumed_run_begins_with(sample: Sample, held: dict[str, torch.Tensor]) -> None:

@@ -1,9 +1,7 @@
 """A real SLURM of several nodes on this one machine, on loopback, without root or systemd.
 
-    python -m tests.slurm.cluster start DIR     prints the SLURM_CONF to export;  stop DIR   ends what start has started
-
-Every daemon lives in DIR and writes only there. Nodes are slurmd processes with a port each; SLURM believes that they
-are machines, so that a job over two nodes takes the road of a real one, except for the network.
+Every daemon lives in one folder and writes only there. Nodes are slurmd processes with a port each; SLURM believes that
+they are machines, so that a job over two nodes takes the road of a real one, except for the network.
 """
 
 from __future__ import annotations
@@ -15,7 +13,6 @@ import random
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -267,17 +264,3 @@ def _lives(pid: int) -> bool:
         return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
     except OSError:
         return False
-
-
-def main() -> int:
-    """Start or stop from the command line."""
-    verb, folder = sys.argv[1], Path(sys.argv[2]).absolute()
-    if verb == "stop":
-        stop(folder)
-    else:
-        print(f"export SLURM_CONF={start(folder).folder / 'slurm.conf'}")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

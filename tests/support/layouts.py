@@ -203,7 +203,7 @@ def train_step(engine: Engine, config: Config, rank: int, step: int) -> list[flo
     return losses
 
 
-def write_reference(folder: Path, layout: Layout = SINGLE) -> dict[str, Tensor]:
+def write_reference(_rank: int, folder: Path, layout: Layout = SINGLE) -> dict[str, Tensor]:
     """Train and save on one process; returns the weights after one more update."""
     config = layout.config()
     engine = build(config, 0, layout.recipe)
@@ -212,10 +212,6 @@ def write_reference(folder: Path, layout: Layout = SINGLE) -> dict[str, Tensor]:
     checkpoints_of(folder, config, 0).save(engine, SAVED, "reference")
     train_step(engine, config, 0, SAVED + 1)
     return dict(engine.named_weights())
-
-
-def _reference_on(rank: int, folder: Path, layout: Layout) -> dict[str, Tensor]:
-    return write_reference(folder, layout)
 
 
 def local_of(tensor: Tensor) -> Tensor:
@@ -296,7 +292,7 @@ def run_cells(root: Path, pairs: Sequence[tuple[Layout, Layout]], first: Layout 
     Args:
         first: what trains the reference; of one process.
     """
-    after: dict[str, Tensor] = run_ranks(_reference_on, 1, root / "reference", first)[0]
+    after: dict[str, Tensor] = run_ranks(write_reference, 1, root / "reference", first)[0]
     sources = list(dict.fromkeys(source for source, _ in pairs))
     for world in sorted({layout.world_size for layout in sources}):
         run_ranks(write_all, world, root, [layout for layout in sources if layout.world_size == world])
