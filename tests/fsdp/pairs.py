@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -100,6 +100,14 @@ def loss_of(model: nn.Module, x: Tensor) -> Tensor:
 
 def adamw(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(module.parameters(), lr=0.02, eps=1e-4)
+
+
+def take_step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int, ranks: Sequence[int]) -> None:
+    """On the data of these ranks; a plain model has those of all."""
+    for index in ranks:
+        (loss_of(model, data(number, index)) / len(ranks)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def shard(pair: Pair, module: nn.Module | None = None, **more: Any) -> tuple[ShardedModel, torch.optim.Optimizer]:

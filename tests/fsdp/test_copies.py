@@ -12,7 +12,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from harness.fsdp import MixedPrecisionPolicy, ShardedModel, fully_shard_model, fully_shard_optimizer
 from tests.fsdp.checked import each_holds, each_is_found, of_slips
-from tests.fsdp.pairs import Model as Tied, close, data, loss_of
+from tests.fsdp.pairs import Block, Model as Tied, adamw, close, data, loss_of, take_step
 
 RANKS = 2
 
@@ -41,20 +41,9 @@ class Net(Tied):
         return out * self.gain.mean()
 
 
-def _step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int, ranks: list[int]) -> None:
-    for rank in ranks:
-        (loss_of(model, data(number, rank)) / len(ranks)).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def _adam(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=0.02, eps=1e-4)
-
-
 def _sharded(strategy: str, **more: Any) -> tuple[ShardedModel, torch.optim.Optimizer]:
-    model = fully_shard_model(Net(), fsdp_unit_modules=[type(Net().blocks[0])], zero_dp_strategy=strategy, **more)
-    return model, fully_shard_optimizer(_adam(model))
+    model = fully_shard_model(Net(), fsdp_unit_modules=[Block], zero_dp_strategy=strategy, **more)
+    return model, fully_shard_optimizer(adamw(model))
 
 
 def _whole(model: ShardedModel) -> dict[str, Tensor]:
@@ -69,9 +58,9 @@ def _differs(model: ShardedModel, plain: nn.Module, what: str) -> list[str]:
 def apart(rank: int, strategy: str) -> list[str]:
     """Original and copy train on, each on data of its own, as two models of one process do."""
     (model, optimizer), plain = _sharded(strategy), Net()
-    plain_optimizer, everyone = _adam(plain), list(range(RANKS))
-    _step(model, optimizer, 0, [rank])
-    _step(plain, plain_optimizer, 0, everyone)
+    plain_optimizer, everyone = adamw(plain), range(RANKS)
+    take_step(model, optimizer, 0, [rank])
+    take_step(plain, plain_optimizer, 0, everyone)
     other, plain_other = copy.deepcopy(model), copy.deepcopy(plain)
     told = [f"copied {name}" for name, value in _whole(model).items() if not torch.equal(value, _whole(other)[name])]
     own, theirs = _memory(model), _memory(other)
@@ -81,10 +70,10 @@ def apart(rank: int, strategy: str) -> list[str]:
     told += [] if not other.get_parameter("blocks.0.up.bias").requires_grad else ["what was frozen is trained"]
     told += [] if other.exit.weight is other.entry.weight and type(other) is type(model) else ["what it is"]
     for place, (trained, stepped) in enumerate(((other, plain_other), (model, plain))):
-        updates, plain_updates = fully_shard_optimizer(_adam(trained)), _adam(stepped)
+        updates, plain_updates = fully_shard_optimizer(adamw(trained)), adamw(stepped)
         for number in (1, 2):
-            _step(trained, updates, 10 * place + number, [rank])
-            _step(stepped, plain_updates, 10 * place + number, everyone)
+            take_step(trained, updates, 10 * place + number, [rank])
+            take_step(stepped, plain_updates, 10 * place + number, everyone)
     told += _differs(model, plain, "the original") + _differs(other, plain_other, "the copy")
     hooks = [
         sum(len(part._forward_hooks) + len(part._forward_pre_hooks) for part in each.module.modules())
@@ -112,12 +101,12 @@ def narrow(rank: int, strategy: str) -> list[str]:
     module = Net().to(torch.bfloat16)
     model = fully_shard_model(
         module,
-        fsdp_unit_modules=[type(module.blocks[0])],
+        fsdp_unit_modules=[Block],
         zero_dp_strategy=strategy,
         mixed_precision_policy=MixedPrecisionPolicy(main_params_dtype=torch.float32),
     )
     model.get_parameter("blocks.1.up.bias").requires_grad_(False)
-    optimizer = fully_shard_optimizer(_adam(model))
+    optimizer = fully_shard_optimizer(adamw(model))
     loss_of(model, data(0, rank).bfloat16()).backward()
     optimizer.step()
     other, told = copy.deepcopy(model), []
@@ -131,11 +120,11 @@ def narrow(rank: int, strategy: str) -> list[str]:
 def averaged(rank: int, strategy: str) -> list[str]:
     """torch's AveragedModel, of which a copy is the average."""
     (model, optimizer), plain = _sharded(strategy), Net()
-    plain_optimizer = _adam(plain)
+    plain_optimizer = adamw(plain)
     averages = [AveragedModel(each, multi_avg_fn=get_ema_multi_avg_fn(0.5)) for each in (model, plain)]
     for number in range(3):
-        _step(model, optimizer, number, [rank])
-        _step(plain, plain_optimizer, number, list(range(RANKS)))
+        take_step(model, optimizer, number, [rank])
+        take_step(plain, plain_optimizer, number, range(RANKS))
         for average, of in zip(averages, (model, plain), strict=True):
             average.update_parameters(of)
     found = _differs(averages[0].module, averages[1].module, "average")

@@ -11,6 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -110,29 +111,15 @@ def naming(rank: int, strategy: str) -> list[str]:
     told += [] if twice[0] == twice[1] else ["tied names"]
     told += [] if model.num_blocks() == 3 and not hasattr(model, "nothing") else ["what the module has"]
     told += _moving(model)
-    for what, copying in (("copy", copy.deepcopy), ("file", lambda each: torch.save(each, io.BytesIO()))):
-        for part in (module.blocks[0], *([model] if what == "file" else [])):
-            try:
-                copying(part)
-                told.append(f"a {what} of {type(part).__name__}")
-            except TypeError as error:
-                told += [] if "cannot be copied" in str(error) else [str(error)]
+    files = [partial(torch.save, part, io.BytesIO()) for part in (module.blocks[0], model)]
+    for copies in (partial(copy.deepcopy, module.blocks[0]), *files):
+        told += said(copies, TypeError, "cannot be copied")
     return told
 
 
 def _moving(model: ShardedModel) -> list[str]:
-    told = []
-    for call in (
-        lambda: model.to("cpu"),
-        lambda: model.to("cpu:0"),
-        lambda: model.to(torch.float32),
-        model.float,
-        model.cpu,
-    ):
-        try:
-            told += [] if call() is model else ["to() gives another"]
-        except NotImplementedError as error:
-            told.append(f"a change of nothing: {error}")
+    same = [model.to("cpu"), model.to("cpu:0"), model.to(torch.float32), model.float(), model.cpu()]
+    told = [] if all(each is model for each in same) else ["to() gives another"]
     for change in (
         model.double,
         model.bfloat16,
@@ -140,11 +127,7 @@ def _moving(model: ShardedModel) -> list[str]:
         lambda: model.to("meta"),
         lambda: model.to_empty(device="cpu"),
     ):
-        try:
-            change()
-            told.append(f"{change} is taken")
-        except NotImplementedError as error:
-            told += [] if "cannot be cast or moved" in str(error) else [str(error)]
+        told += said(change, NotImplementedError, "cannot be cast or moved")
     return told
 
 
@@ -198,12 +181,8 @@ def holding(rank: int, strategy: str) -> list[str]:
     for part, other in zip(model, plain, strict=True):
         x, y = part(x), other(y)
     told += [] if torch.allclose(x, y) else ["another output"]
-    try:
-        model[1] = nn.Linear(6, 6)
-        model(x)
-        told.append("a part is replaced")
-    except RuntimeError as error:
-        told += [] if "1.weight" in str(error) else [str(error)]
+    model[1] = nn.Linear(6, 6)
+    told += said(lambda: model(x), RuntimeError, "1.weight")
     other_model = fully_shard_model(Model(), fsdp_unit_modules=[Block], zero_dp_strategy=strategy)
     return told + (["it has a length"] if hasattr(other_model, "__len__") or not other_model else [])
 

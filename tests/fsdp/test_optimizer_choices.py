@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from harness.fsdp import ShardedModel, create_state, fully_shard
 from harness.fsdp.update import rules
 from tests.fsdp.checked import RANKS, each_holds, each_is_found, of_slips, said
-from tests.fsdp.pairs import Block, Model, Pair, arguments_of, data, loss_of
+from tests.fsdp.pairs import Block, Model, Pair, arguments_of, take_step
 
 FUSED, ONE_BY_ONE, AS_GIVEN = {"fused": True}, {"fused": False, "foreach": False}, dict[str, bool]()
 """Settings of a group while its rule runs."""
@@ -21,13 +21,6 @@ def sharded(strategy: str, made: Any, **more: Any) -> tuple[ShardedModel, torch.
     """made: an optimizer over a module's parameters, both new."""
     module = Model()
     return fully_shard(module, made(module), fsdp_unit_modules=[Block], **arguments_of(Pair(strategy, "")), **more)
-
-
-def step(model: nn.Module, updates: torch.optim.Optimizer, number: int, ranks: list[int]) -> None:
-    updates.zero_grad()
-    for index in ranks:
-        (loss_of(model, data(number, index)) / len(ranks)).backward()
-    updates.step()
 
 
 def off(model: ShardedModel, plain: nn.Module, what: str) -> list[str]:
@@ -83,8 +76,8 @@ def dampening(rank: int, strategy: str) -> list[str]:
     updates.load_state_dict(sharded(strategy, sgd)[1].state_dict())
     told = said(lambda: create_state(updates), NotImplementedError, "step once before")
     for number in range(2):
-        step(plain, theirs, number, list(range(RANKS)))
-        step(model, updates, number, [rank])
+        take_step(plain, theirs, number, range(RANKS))
+        take_step(model, updates, number, [rank])
     told += off(model, plain, "after a blank state")
     wrong = sgd(Model()).state_dict() | {"state": {0: {"momentum_buffer": torch.zeros(1)}}}
     return told + said(lambda: updates.load_state_dict(wrong), ValueError, "momentum_buffer of parameter")
@@ -100,8 +93,8 @@ def beginning(rank: int, strategy: str) -> list[str]:
         updates.state.clear()  # Adagrad's constructor has made some
         create_state(updates)
         for number in range(2):
-            step(plain, theirs, number, list(range(RANKS)))
-            step(model, updates, number, [rank])
+            take_step(plain, theirs, number, range(RANKS))
+            take_step(model, updates, number, [rank])
         told += off(model, plain, kind.__name__)
         model.close()
     return told
@@ -134,8 +127,8 @@ def counting(rank: int, strategy: str) -> list[str]:
             other.load_state_dict(model.state_dict())
             resumed.load_state_dict(updates.state_dict())
             model, updates = other, resumed
-        step(plain, theirs, number, list(range(RANKS)))
-        step(model, updates, number, [rank])
+        take_step(plain, theirs, number, range(RANKS))
+        take_step(model, updates, number, [rank])
         right, found = (each.state_dict()["state"] for each in (theirs, updates))
         counts = [{place: float(entries["step"]) for place, entries in of.items()} for of in (right, found)]
         told += [] if counts[0] == counts[1] else [f"step {number + 1} is counted {counts[1]}, by torch {counts[0]}"]

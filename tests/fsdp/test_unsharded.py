@@ -302,11 +302,7 @@ def _in_double_buffer(strategy: str) -> list[str]:
         pass
     if strategy != ZERO3:
         return []
-    try:
-        with model.unsharded():
-            return ["three units in two buffers"]
-    except ValueError as error:
-        told = [] if "need double_buffer=False" in str(error) else [str(error)]
+    told = said(model.unsharded().__enter__, ValueError, "need double_buffer=False")
     return told + ([] if released(model) else ["something stays whole"])
 
 
