@@ -110,11 +110,6 @@ class RecordedCuda:
         finally:
             self.pool = before
 
-    class nccl:
-        @staticmethod
-        def version() -> tuple[int, int, int]:
-            return 2, 30, 3
-
 
 ALLOCATOR = object()
 """Stands for the allocator of NCCL."""

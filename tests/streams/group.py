@@ -129,9 +129,6 @@ class RecordedGroup(dist.ProcessGroup):
 
         return self._issue("all_reduce", tensors, tensors, run, opts)
 
-    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Work:
-        return self.allreduce(tensors, opts)
-
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Work:
         root = opts.rootRank if opts is not None else 0
 
@@ -143,18 +140,17 @@ class RecordedGroup(dist.ProcessGroup):
         return self._issue("broadcast", reads, writes, run, opts)
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Work:
-        sizes = [[each.numel() for each in chunks] for chunks in outputs]
         for chunks, own in zip(outputs, inputs, strict=True):
             _check_alike([*chunks, own], "allgather")
-            if len(chunks) != self._size or chunks[self._rank].numel() != own.numel():
-                raise ValueError(f"allgather: {len(chunks)} chunks for {self._size} ranks, or another length for mine")
+            if [each.numel() for each in chunks] != [own.numel()] * self._size:
+                raise ValueError(
+                    f"allgather: {len(chunks)} chunks for {self._size} ranks, or of other lengths than mine"
+                )
 
         def run() -> None:
-            longest = [max(each) for each in sizes]
-            given = [_padded(own, numel) for own, numel in zip(inputs, longest, strict=True)]
-            for rank, got in enumerate(self._meet(f"allgather {sizes}", given)):
-                for chunks, whole in zip(outputs, got, strict=True):
-                    chunks[rank].copy_(whole[: chunks[rank].numel()].view_as(chunks[rank]))
+            for rank, got in enumerate(self._meet("allgather", inputs)):
+                for chunks, chunk in zip(outputs, got, strict=True):
+                    chunks[rank].copy_(chunk.view_as(chunks[rank]))
 
         return self._issue("all_gather", inputs, [c for chunks in outputs for c in chunks], run, opts)
 
@@ -172,20 +168,6 @@ class RecordedGroup(dist.ProcessGroup):
         return self._issue("all_gather", inputs, outputs, run, opts)
 
     all_gather_single = _allgather_base
-
-    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> Work:
-        for out, chunks in zip(outputs, inputs, strict=True):
-            _check_alike([*chunks, out], "reduce_scatter")
-            if len(chunks) != self._size or chunks[self._rank].numel() != out.numel():
-                raise ValueError(f"reduce_scatter: {len(chunks)} chunks for {self._size} ranks, or another length")
-
-        def run() -> None:
-            flat = [c.reshape(-1) for chunks in inputs for c in chunks]
-            got = self._meet("reduce_scatter", flat)
-            for index, out in enumerate(outputs):
-                out.copy_(_combined([each[index * self._size + self._rank] for each in got]).view_as(out))
-
-        return self._issue("reduce_scatter", [c for chunks in inputs for c in chunks], outputs, run, opts)
 
     def _reduce_scatter_base(self, output: Tensor, whole: Tensor, opts: Any = None) -> Work:
         return self.reduce_scatter_tensor_coalesced([output], [whole], opts)
@@ -301,12 +283,6 @@ def _combined(every: Sequence[Tensor], op: str = "SUM") -> Tensor:
     return total / len(every) if op == "AVG" else total
 
 
-def _padded(tensor: Tensor, numel: int) -> Tensor:
-    whole = tensor.new_zeros(numel)
-    whole[: tensor.numel()].copy_(tensor.reshape(-1))
-    return whole
-
-
 def _overlap(a: Tensor, b: Tensor) -> bool:
     return a.data_ptr() < b.data_ptr() + b.nbytes and b.data_ptr() < a.data_ptr() + a.nbytes
 
@@ -319,14 +295,10 @@ def _check_alike(tensors: Sequence[Tensor], what: str) -> None:
         raise ValueError(f"{what}: a tensor is not contiguous")
 
 
-def _make(store: dist.Store, rank: int, size: int, timeout: timedelta) -> RecordedGroup:
-    return RecordedGroup(store, rank, size, timeout)
-
-
 def new_group(ranks: Sequence[int], label: str) -> RecordedGroup:
     """A communicator of these ranks, which all call this. *Collective.*"""
     if BACKEND.upper() not in dist.Backend._plugins:
-        dist.Backend.register_backend(BACKEND, _make, devices=["cpu"])
+        dist.Backend.register_backend(BACKEND, RecordedGroup, devices=["cpu"])
     group = dist.new_group(list(ranks), backend=BACKEND, use_local_synchronization=True)
     assert isinstance(group, RecordedGroup)
     group.label, group.ranks = label, tuple(ranks)
