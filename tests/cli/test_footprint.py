@@ -11,8 +11,8 @@ ROOT = Path(__file__).resolve().parents[2]
 MOST_FILES, MOST_BYTES = 20, 12 * 2**20
 """Of a store with one run of 20 steps on two ranks: 0.87 MiB of weights, whose checkpoint takes 2.5 MiB."""
 
-MOST_PROCESSES = 4
-"""run.py, git and two ranks."""
+MOST_PROCESSES = 6
+"""run.py, git, two ranks, and two of multiprocessing's, whose start is no audit event: the ranks' server, a tracker."""
 COUNTER = """
 import sys
 
@@ -38,4 +38,4 @@ def test_a_default_run_leaves_few_files_and_starts_few_processes(tmp_path: Path)
     assert len(files) <= MOST_FILES, sorted(str(path.relative_to(root)) for path in files)
     assert sum(path.stat().st_size for path in files) <= MOST_BYTES
     started = [line for line in starts.read_text().splitlines() if "'diff'" not in line]  # of a checkout with changes
-    assert 1 + len(started) <= MOST_PROCESSES, started
+    assert 1 + 2 + len(started) <= MOST_PROCESSES, started

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from copy import deepcopy
 from functools import cache
 from pathlib import Path
@@ -53,7 +52,6 @@ def _group(name: str) -> DictConfig:
 
 def fake_ranks(monkeypatch: pytest.MonkeyPatch, script: str) -> None:
     """Let `fake_rank.py` stand in for ranks: "what rank 0 does|what rank 1 does"."""
-    fake = str(Path(__file__).with_name("fake_rank.py"))
-    command = lambda run, attempt: [sys.executable, fake, str(run), "--attempt", str(attempt)]  # noqa: E731
-    monkeypatch.setattr(ranks, "worker_command", command)
+    words = lambda run, attempt: ["python", "-P", "-m", "tests.launch.fake_rank", str(run), "--attempt", str(attempt)]  # noqa: E731
+    monkeypatch.setattr(ranks, "worker_command", words)
     monkeypatch.setenv("FAKE", script)

@@ -7,6 +7,7 @@ import re
 import signal
 import time
 from contextlib import nullcontext
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,11 @@ def start(tmp_path, monkeypatch):
     for run in runs:
         for rank in run.ranks:
             rank.kill()
+
+
+def without_server() -> None:
+    """As in a process that has not started the server of ranks."""
+    forkserver._forkserver.__init__()  # type: ignore[attr-defined, misc] # multiprocessing has no other way
 
 
 def finish(run: LocalRun, timeout_s: float = 30) -> Ended:
@@ -142,7 +148,9 @@ def test_a_rank_that_does_not_listen_yet_saves_all_the_same(start):
 )
 def test_a_signal_that_reaches_a_starting_rank_is_found(start, monkeypatch):
     monkeypatch.setattr(ranks_module, "stop_signals_blocked", nullcontext)
+    without_server()
     assert stopped_early(start, MOMENTS[:3]) != [(0, "saved at step 1")] * 3
+    without_server()
 
 
 TERM, WORD = signal.SIGTERM, "cancelled on request"
@@ -211,19 +219,22 @@ def test_ranks_die_with_their_launcher_whatever_they_are_stuck_in(start, tmp_pat
     """The launcher is killed -9 in a process of its own; "stuck" holds the interpreter lock in C."""
     launcher = os.fork()
     if launcher == 0:
+        without_server()
         run = start(f"{what}|{what}")
         while True:
             run.poll()
             time.sleep(0.02)
     path = tmp_path / "adhoc"
-    deadline = time.monotonic() + 20
-    while len(found := list(path.glob("*/pid*"))) < 2:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    time.sleep(0.3)
-    assert effective(path).state is State.running
-    os.kill(launcher, signal.SIGKILL)
-    os.waitpid(launcher, 0)
+    try:
+        deadline = time.monotonic() + 120  # the server imports torch first
+        while len(found := list(path.glob("*/pid*"))) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        time.sleep(0.3)
+        assert effective(path).state is State.running
+    finally:
+        os.kill(launcher, signal.SIGKILL)
+        os.waitpid(launcher, 0)
     run_dir = next(path.glob("tiny*"))
     pids = [int(file.read_text()) for file in [*found, *path.glob("*/child*")]]
     deadline = time.monotonic() + 10

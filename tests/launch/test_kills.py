@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import signal
 import subprocess
@@ -56,8 +57,9 @@ class Launched:
         return self.run()
 
     def ranks(self) -> list[psutil.Process]:
-        """The rank processes."""
-        return psutil.Process(self.process.pid).children()
+        """The rank processes, which lead groups of their own."""
+        started = psutil.Process(self.process.pid).children(recursive=True)
+        return [each for each in started if os.getpgid(each.pid) == each.pid]
 
     def end(self) -> str:
         """Wait, and return all output."""

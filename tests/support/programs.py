@@ -25,9 +25,11 @@ import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 from types import SimpleNamespace
-from typing import IO, Any
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -174,8 +176,8 @@ def _be(
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), number)
     pid.with_suffix(".part").write_text(str(os.getpid()))
     pid.with_suffix(".part").rename(pid)
-    started = SimpleNamespace(Popen=_ForkedRank, DEVNULL=subprocess.DEVNULL, STDOUT=subprocess.STDOUT)
-    with mock.patch("harness.launch.local.ranks.subprocess", started):
+    server = SimpleNamespace(Process=_ForkedRank, Pipe=multiprocessing.Pipe)
+    with mock.patch.multiple("harness.launch.local.ranks", SERVER=server, _start_server=lambda _: None):
         code = _as_main(words)
         atexit._run_exitfuncs()
     sys.stdout.flush()
@@ -212,41 +214,17 @@ def _begin(env: Mapping[str, str], *, stdin: bool) -> None:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
 
 
-class _ForkedRank:
-    """`subprocess.Popen` of `harness.worker`, as `harness.launch.local.ranks` calls it."""
+class _ForkedRank(ForkProcess):
+    """A rank of `harness.launch.local.ranks`, forked of the program itself, which has imported what it needs."""
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        *,
-        env: Mapping[str, str],
-        stdin: int,
-        stdout: IO[bytes],
-        stderr: int,
-        pass_fds: Sequence[int],
-        process_group: int,
-    ) -> None:
-        assert list(command[:4]) == [sys.executable, "-P", "-m", "harness.worker"], command
-        self.returncode: int | None = None
-        sys.stdout.flush()
-        sys.stderr.flush()
-        self.pid = os.fork()
-        if self.pid == 0:
-            os.setpgid(0, process_group)
-            atexit._clear()
-            _begin(env, stdin=True)
-            os.dup2(stdout.fileno(), 1)
-            os.dup2(stdout.fileno(), 2)
-            _close_all_but({0, 1, 2, *pass_fds})
-            os._exit(_as_main(list(command[1:])))
+    _args: Any
 
-    def send_signal(self, number: int) -> None:
-        os.kill(self.pid, number)
-
-    def wait(self) -> int:
-        if self.returncode is None:
-            self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-        return self.returncode
+    def run(self) -> None:
+        """As a fork of the server: with nothing of the program's but what it is given."""
+        atexit._clear()
+        _begin({}, stdin=False)
+        _close_all_but({0, 1, 2, *(each.fileno() for each in self._args if isinstance(each, Connection))})
+        super().run()
 
 
 def _close_all_but(kept: set[int]) -> None:

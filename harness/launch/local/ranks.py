@@ -1,15 +1,24 @@
-"""Processes of one run's ranks on this machine: environment, start, end. No policy."""
+"""Processes of one run's ranks on this machine: environment, start, end. No policy.
+
+Ranks are forks of one server, which imports torch once for all runs of this process (`multiprocessing`'s forkserver).
+"""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import multiprocessing
 import os
+import runpy
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from multiprocessing import forkserver, resource_tracker
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import ModuleType
 
 from harness.config.rank_environment import run_environment
 from harness.config.schema import Config
@@ -18,49 +27,53 @@ from harness.store.provenance import python_path
 from harness.store.rank_place import FOREIGN, PARENT_PIPE, START, stop_signals_blocked
 
 TAIL_BYTES = 2000
+SERVER = multiprocessing.get_context("forkserver")
 
 
 class Rank:
-    def __init__(self, number: int, process: subprocess.Popen[bytes], parent_pipe: int, log: Path) -> None:
+    def __init__(self, number: int, process: BaseProcess, parent_pipe: Connection, log: Path) -> None:
+        assert process.pid is not None
         self.number, self.pid, self.log = number, process.pid, log
+        self.code: int | None = None
+        """Exit code, negative for a signal; None while it runs."""
         self.failed_at = 0.0
         self.killed_by_us = False
         self._process, self._parent_pipe = process, parent_pipe
-
-    @property
-    def code(self) -> int | None:
-        """Exit code, negative for a signal; None while it runs."""
-        return self._process.returncode
+        atexit.register(self.close)  # before multiprocessing's own, which waits for what runs
 
     def poll(self) -> bool:
-        if self.code is not None or not _has_ended(self.pid):
+        if self.code is not None or self._process.exitcode is None:
             return False
-        self.failed_at = time.time()
-        self._kill_group()  # what it has started; before it is reaped, while nobody else can have its id
-        self._process.wait()
+        self.code, self.failed_at = self._process.exitcode, time.time()
+        self._kill_group()  # what it has started
         return True
 
     def signal(self, number: int) -> None:
         if self.code is None:
-            self._process.send_signal(number)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
 
     def kill(self) -> None:
         if self.code is None:
-            self.killed_by_us |= not _has_ended(self.pid)  # asked twice, it was us all the same
+            self.killed_by_us |= self._process.exitcode is None  # asked twice, it was us all the same
             self._kill_group()
 
     def _kill_group(self) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGKILL)
+        for kill in (os.killpg, os.kill):  # one that has just begun has no group yet
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                kill(self.pid, signal.SIGKILL)
+                return
 
     def close(self) -> None:
+        atexit.unregister(self.close)
         self.kill()
-        self._process.wait()
-        os.close(self._parent_pipe)
+        self._process.join()
+        self.code = self._process.exitcode
+        self._parent_pipe.close()
 
     def failure(self) -> Failure | None:
         """Failure of a rank that left no word of it; None if it succeeded, or was killed by us."""
-        if self.code is None or self.code in (0, 75) or self.killed_by_us:
+        if self.code in (None, 0, 75) or (self.killed_by_us and self.code == -signal.SIGKILL):
             return None
         what, number = f"exited with code {self.code} and no traceback", -self.code
         if number > 0:
@@ -69,11 +82,6 @@ class Rank:
         tail = log_tail(self.log)
         text = what + (f"\nlast lines of {self.log}:\n{tail}" if tail else "")
         return Failure(self.number, text, self.failed_at)
-
-
-def _has_ended(pid: int) -> bool:
-    """True if a child has ended; it is not reaped, so that its id stays reserved."""
-    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
 
 
 def log_tail(path: Path, size: int = TAIL_BYTES) -> str:
@@ -95,10 +103,13 @@ def start_ranks(run: Path, attempt: int, config: Config, *, start: str, lock: in
     """
     ranks: list[Rank] = []
     try:
-        for number in range(config.mesh.world_size):
-            folder = run / "attempts" / str(attempt)
-            variables = rank_environment(config, number, start=start, attempt=folder)
-            ranks.append(_start_rank(run, attempt, number, variables, lock))
+        resource_tracker.ensure_running()  # the server does so too, and then unblocks signals
+        with stop_signals_blocked():  # until a rank listens: it saves, and does not die
+            _start_server(config)
+            for number in range(config.mesh.world_size):
+                folder = run / "attempts" / str(attempt)
+                variables = rank_environment(config, number, start=start, attempt=folder)
+                ranks.append(_start_rank(run, attempt, number, variables, lock))
     except BaseException:
         for rank in ranks:
             rank.close()
@@ -106,26 +117,56 @@ def start_ranks(run: Path, attempt: int, config: Config, *, start: str, lock: in
     return ranks
 
 
+def _start_server(config: Config) -> None:
+    """Start the server, unless it runs, with the variables that are read when a process, or torch, begins."""
+    before = dict(os.environ)
+    os.environ.update(child_environment(run_environment(config), before))
+    try:
+        SERVER.set_forkserver_preload(["harness.launch.local.preload"])
+        forkserver.ensure_running()
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
 def _start_rank(run: Path, attempt: int, number: int, variables: dict[str, str], lock: int) -> Rank:
     log = run / "attempts" / str(attempt) / f"rank{number}.log"
-    held, parent_pipe = os.pipe()
+    log.open("ab").close()
+    held, parent_pipe = SERVER.Pipe(duplex=False)
+    environment, words = child_environment(variables, os.environ), worker_command(run, attempt)[3:]
     try:
-        with log.open("ab") as output, stop_signals_blocked():  # until the rank listens: it saves, and does not die
-            process = subprocess.Popen(
-                worker_command(run, attempt),
-                env=child_environment(variables | {PARENT_PIPE: str(held)}, os.environ),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                pass_fds=(held, lock),
-                process_group=0,  # a terminal's Ctrl-C is the launcher's, and one kill reaches all of a rank
-            )
+        with held, Connection(os.dup(lock), writable=False) as kept, _without_main():
+            process = SERVER.Process(target=_be_rank, args=(words, environment, log, held, kept))
+            process.start()
     except BaseException:
-        os.close(parent_pipe)
+        parent_pipe.close()
         raise
-    finally:
-        os.close(held)
     return Rank(number, process, parent_pipe, log)
+
+
+@contextlib.contextmanager
+def _without_main() -> Iterator[None]:
+    """Keep multiprocessing from running this process's script again in each rank."""
+    main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
+def _be_rank(words: list[str], variables: dict[str, str], log: Path, held: Connection, kept: Connection) -> None:
+    """Be `python -m WORDS`, in a fork of the server; never returns.
+
+    held: end of the pipe to the launcher. kept: the run's lock, open to the end of the last rank.
+    """
+    os.setpgid(0, 0)  # a terminal's Ctrl-C is the launcher's, and one kill reaches all of a rank
+    output = os.open(log, os.O_WRONLY | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.environ.clear()
+    os.environ.update(variables, **{PARENT_PIPE: str(held.fileno())})
+    sys.argv = words
+    runpy.run_module(words[0], run_name="__main__", alter_sys=True)
 
 
 def worker_command(run: Path, attempt: int) -> list[str]:
