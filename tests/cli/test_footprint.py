@@ -28,9 +28,11 @@ sys.addaudithook(note)
 def test_a_default_run_leaves_few_files_and_starts_few_processes(tmp_path: Path) -> None:
     root, hooks, starts = tmp_path / "runs", tmp_path / "hooks", tmp_path / "starts"
     hooks.mkdir()
+    (folder := tmp_path / ("t" * 90)).mkdir()
     (hooks / "sitecustomize.py").write_text(COUNTER.format(file=str(starts)))
     words = [sys.executable, str(ROOT / "run.py"), f"launch.root={root}"]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
+    environment["TMPDIR"] = str(folder)  # longer than a socket's path may be
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(hooks), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -12,6 +12,7 @@ import os
 import runpy
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from multiprocessing import forkserver, resource_tracker
@@ -28,6 +29,8 @@ from harness.store.rank_place import FOREIGN, PARENT_PIPE, START, stop_signals_b
 
 TAIL_BYTES = 2000
 SERVER = multiprocessing.get_context("forkserver")
+LONGEST_FOLDER = 70
+"""Characters of a temporary folder in which the server can have its socket, whose path has at most 107."""
 
 
 class Rank:
@@ -119,12 +122,15 @@ def start_ranks(run: Path, attempt: int, config: Config, *, start: str, lock: in
 
 def _start_server(config: Config) -> None:
     """Start the server, unless it runs, with the variables that are read when a process, or torch, begins."""
-    before = dict(os.environ)
+    before, folder = dict(os.environ), tempfile.gettempdir()
     os.environ.update(child_environment(run_environment(config), before))
     try:
+        if len(folder) > LONGEST_FOLDER:
+            tempfile.tempdir = "/tmp"
         SERVER.set_forkserver_preload(["harness.launch.local.preload"])
         forkserver.ensure_running()
     finally:
+        tempfile.tempdir = folder
         os.environ.clear()
         os.environ.update(before)
 
