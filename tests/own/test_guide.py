@@ -22,17 +22,33 @@ from tests.support.mutants import kills
 pytestmark = pytest.mark.timeout(900)
 SMALL = ("train.steps=2", "train.global_batch_size=4", "train.microbatch_size=2", "train.warmup_steps=0")
 
+SWITCHES = """\
+import torch
+from harness.train.callbacks import Callback
+
+
+class Switches(Callback):
+    def step(self, step, record, engine):
+        torch.backends.mkldnn.enabled = False
+        return {}
+"""
+
 
 def test_everything_of_ones_own_trains_at_once(tmp_path: Path) -> None:
-    """The guide's experiment: model, data, optimizer, callback and options, in one process."""
+    """The guide's experiment: model, data, optimizer, callback and options, in one process; beside them a callback that
+    moves one of torch's switches, which the run records."""
     folder = written(tmp_path)
-    done = typed(folder, str(ROOT / "run.py"), "experiment=words", "mesh=one", "launch.inline=true", *SMALL)
+    (folder / "mine.py").write_text(SWITCHES, encoding="utf-8")
+    words = ["experiment=words", "measure.callbacks=[mine:Switches,my_callbacks:Sparsity]", "mesh=one", *SMALL]
+    done = typed(folder, str(ROOT / "run.py"), "launch.inline=true", *words)
     assert done.returncode == 0, done.stdout + done.stderr
     (run,) = (folder / "runs" / "adhoc").glob("mixer-native-*")
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [0 < line["own"]["sparsity"] < 1 for line in lines] == [True, True]
     assert json.loads((run / "summary.json").read_text())["parameters"] == 2 * 24 * 256 + 256 + 2 * (4 * 24 * 24 + 120)
-    own = json.loads((run / "provenance.json").read_text())["own"]
+    recorded = json.loads((run / "provenance.json").read_text())
+    own = recorded["own"]
+    assert recorded["kernels"]["mkldnn"] == "True, then False"
     assert {each["kind"]: each["files"] for each in own} == {
         "model": ["my_model.py"],
         "data": ["my_data.py"],
