@@ -55,11 +55,8 @@ def unequal_microbatches(site: Site) -> None:
 @fault("forward", ZERO3)
 def logged_loss(site: Site) -> None:
     """The loss that is logged is not the one that is trained on."""
-
-    def wrapped(method: Callable[..., Tensor], batch: Any, *, last: bool) -> Tensor:
-        return method(batch, last=last) * (1.0 + site.amount / 100)
-
-    site.around(site.engine, "forward_backward", wrapped)
+    factor = 1.0 + site.amount / 100
+    site.around(site.engine, "forward_backward", lambda method, batch, *, last: method(batch, last=last) * factor)
 
 
 @fault("gradient", ZERO3, "model.tie_embeddings=true", report="facebookresearch/lingua PR 75")

@@ -21,12 +21,7 @@ def _tables(site: Site) -> tuple[Tensor, Tensor]:
 @fault_2("forward", ZERO3, report="huggingface/transformers PR 29285")
 def F33_rotary_in_16_bits(site: Site) -> None:
     """Rotary tables are kept in 16 bits."""
-
-    def change() -> None:
-        for table in _tables(site):
-            table.copy_(rounded(table, site.bits))
-
-    site.once(change)
+    site.once(lambda: [table.copy_(rounded(table, site.bits)) for table in _tables(site)])
 
 
 @fault_2("forward", ZERO1)
@@ -46,11 +41,7 @@ def positions_restart(site: Site) -> None:
 def F34_norm_epsilon(site: Site) -> None:
     """One norm has ten times the epsilon that was asked for."""
     norm = site.model.module.blocks[0].attention_norm
-
-    def change() -> None:
-        norm.eps *= 1.0 + 9.0 * site.amount
-
-    site.once(change)
+    site.once(lambda: setattr(norm, "eps", norm.eps * (1.0 + 9.0 * site.amount)))
 
 
 @fault_2("forward", ZERO3, report="onnx/onnx PR 7274")

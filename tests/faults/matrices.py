@@ -74,8 +74,4 @@ def update_not_sent(site: Site) -> None:
 @fault("checkpoint", ZERO3, MUON, resumes=True, edition=3)
 def stale_momentum(site: Site) -> None:
     """Momentum does not come back from a checkpoint."""
-
-    def change(tensor: Tensor, old: Tensor) -> None:
-        blend(tensor, old, site.amount)
-
-    on_load(site, lambda key: key.endswith("momentum_buffer"), change)
+    on_load(site, lambda key: key.endswith("momentum_buffer"), lambda tensor, old: blend(tensor, old, site.amount))

@@ -43,11 +43,8 @@ def _is_weight(key: str) -> bool:
 @fault("checkpoint", ZERO3, resumes=True, report="pytorch/torchtitan#1136")
 def F16_tail_lost_on_resume(site: Site) -> None:
     """The last rows of a split weight come back wrong from a checkpoint."""
-
-    def change(tensor: Tensor, old: Tensor) -> None:
-        share(tensor.view(-1), site.amount / 16).copy_(share(old.view(-1), site.amount / 16))
-
-    on_load(site, _is_weight, change)
+    part = site.amount / 16
+    on_load(site, _is_weight, lambda new, old: share(new.view(-1), part).copy_(share(old.view(-1), part)))
 
 
 @fault("checkpoint", ZERO3, resumes=True, report="ISEEKYAN/Megatron-LM PR 104")

@@ -57,12 +57,8 @@ def F42_decay_through_moments(site: Site) -> None:
 @fault_2("optimizer", ZERO2, SGD)
 def damped_momentum(site: Site) -> None:
     """Momentum takes in a tenth of each gradient instead of all of it."""
-
-    def change() -> None:
-        for group in site.engine.optimizer.param_groups:
-            group["dampening"] = site.amount * group["momentum"]
-
-    site.once(change)
+    groups = site.engine.optimizer.param_groups
+    site.once(lambda: [group.update(dampening=site.amount * group["momentum"]) for group in groups])
 
 
 @fault_2("weights", ZERO3, report="aqlaboratory/openfold PR 90")

@@ -88,7 +88,7 @@ class Site:
     """The step that is being made, counted from 1; 0 before the first."""
     first: int = 0
     """The first step of this session: beyond 1 where it goes on from a checkpoint; 0 before it."""
-    _due: list[tuple[int, Callable[[], None]]] = field(default_factory=list)
+    _due: list[tuple[int, Callable[[], object]]] = field(default_factory=list)
     _last: list[Callable[[], None]] = field(default_factory=list)
 
     @property
@@ -137,7 +137,7 @@ class Site:
                 for change in self._last:
                     change()
 
-    def once(self, change: Callable[[], None], earliest: int = 1) -> None:
+    def once(self, change: Callable[[], object], earliest: int = 1) -> None:
         """Change something for good: now, or between two steps, just before the fault's first one.
 
         Args:

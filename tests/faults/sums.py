@@ -26,11 +26,7 @@ from tests.faults.site import Site, fault, fault_2, rounded
 
 def _scale(site: Site, factor: float) -> None:
     """Multiply what every gradient is multiplied by."""
-
-    def change() -> None:
-        site.reduce.factor *= factor
-
-    site.once(change)
+    site.once(lambda: setattr(site.reduce, "factor", site.reduce.factor * factor))
 
 
 def _accumulated(site: Site) -> list[Tensor]:

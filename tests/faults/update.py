@@ -17,10 +17,7 @@ from tests.faults.site import Site, blend, exchange, fault, rounded, share
 
 
 def _on_norm(site: Site, factor: float) -> None:
-    def wrapped(norm: Callable[..., Tensor], *args: Any) -> Tensor:
-        return norm(*args) * factor
-
-    site.around(norms, "gradient_norm", wrapped)
+    site.around(norms, "gradient_norm", lambda norm, *args: norm(*args) * factor)
 
 
 @fault("clipping", ZERO0, report="NVIDIA-NeMo/RL PR 3788")
@@ -32,11 +29,8 @@ def F20_norm_counts_replicas(site: Site) -> None:
 @fault("clipping", ZERO3, report="zero-stage logging, pytorch/pytorch#170862")
 def F21_norm_of_one_rank(site: Site) -> None:
     """The norm that is logged is a rank's own part; clipping is right."""
-
-    def wrapped(step: Callable[[float], float], lr: float) -> float:
-        return step(lr) * (1.0 - site.amount * (1.0 - site.size**-0.5))
-
-    site.around(site.engine, "step", wrapped)
+    factor = 1.0 - site.amount * (1.0 - site.size**-0.5)
+    site.around(site.engine, "step", lambda step, lr: step(lr) * factor)
 
 
 def _on_clip(site: Site, power: float) -> None:
@@ -68,11 +62,8 @@ def clipped_twice(site: Site) -> None:
 @fault("clipping", ZERO3, "optimizer.clip_norm=0.1", SGD)
 def clip_bound(site: Site) -> None:
     """Gradients are clipped to twice the norm that was asked for."""
-
-    def wrapped(clip: Callable[..., None], buckets: list[ParamGroup], norm: Tensor, max_norm: float) -> None:
-        clip(buckets, norm, max_norm * (1.0 + site.amount))
-
-    site.around(norms, "clip_gradients", wrapped)
+    factor = 1.0 + site.amount
+    site.around(norms, "clip_gradients", lambda clip, buckets, norm, bound: clip(buckets, norm, bound * factor))
 
 
 @dataclass(frozen=True)
@@ -139,12 +130,7 @@ def _chosen(site: Site) -> list[Rows]:
 @fault("optimizer", ZERO3, report="NVIDIA/Megatron-LM#5974")
 def F04_extra_adam_step(site: Site) -> None:
     """The step that creates optimizer state is counted: bias corrections are one step ahead."""
-
-    def change() -> None:
-        for rows in _chosen(site):
-            rows.state("step").add_(1)
-
-    site.once(change)
+    site.once(lambda: [rows.state("step").add_(1) for rows in _chosen(site)])
 
 
 def on_update(site: Site, found: list[Rows], change: Callable[[Rows, Tensor, Tensor], object]) -> None:
