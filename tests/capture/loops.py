@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from harness.capture import watch
+from tests.support.spawn import run_ranks
 
 WORDS, WIDTH, ROWS, LENGTH = 32, 16, 8, 9
 STEPS = 12
@@ -219,6 +220,12 @@ def train(
     if run is not None and not (kept and steps < STEPS):
         run.close()
     return [*(_bytes(param) for param in model.parameters()), torch.get_rng_state().numpy().tobytes()]
+
+
+def made(path: Path, layout: str = "single", **keywords: Any) -> Path:
+    """A watched training on the layout's ranks; its folder."""
+    run_ranks(partial(train, **keywords), LAYOUTS[layout].ranks, layout, path)
+    return path
 
 
 def _update(model: Any, optimizer: Any) -> None:

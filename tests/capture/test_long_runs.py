@@ -20,14 +20,9 @@ from harness.parity.record import Record, load
 from harness.store.check_stream import BYTES
 from harness.store.metrics import read_metrics
 from tests.capture import loops
+from tests.capture.loops import made
 from tests.support.mutants import finds
 from tests.support.spawn import run_ranks
-
-
-def made(path: Path, layout: str = "single", **keywords: Any) -> Path:
-    run_ranks(partial(loops.train, **keywords), loops.LAYOUTS[layout].ranks, layout, path)
-    return path
-
 
 # -- cadence -----------------------------------------------------------------------------------------------------------
 

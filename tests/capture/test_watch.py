@@ -29,8 +29,8 @@ from tests.support.spawn import run_ranks
 def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a watched run of every layout, by its name."""
     folder = tmp_path_factory.mktemp("runs") / "study"
-    for name, layout in loops.LAYOUTS.items():
-        run_ranks(loops.train, layout.ranks, name, folder / name)
+    for name in loops.LAYOUTS:
+        loops.made(folder / name, name)
     return folder
 
 
@@ -38,11 +38,6 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def golden(study: Path) -> Path:
     (study.parent / "golden.npz").write_bytes(made_golden(study / "ddp"))
     return study.parent / "golden.npz"
-
-
-def made(folder: Path, name: str, layout: str = "fsdp2", **keywords: Any) -> Path:
-    run_ranks(partial(loops.train, **keywords), loops.LAYOUTS[layout].ranks, layout, folder / name)
-    return folder / name
 
 
 @pytest.mark.parametrize("layout", loops.LAYOUTS)
@@ -109,7 +104,7 @@ def test_a_fault_is_named_by_step_stage_and_tensor(
     event: dict[str, Any], at: int, stage: str, study: Path, golden: Path, tmp_path: Path
 ) -> None:
     """Of a golden file, which has no whole tensors, it is in doubt after the first step."""
-    run = made(tmp_path / "study", "faulty", **event)
+    run = loops.made(tmp_path / "study" / "faulty", "fsdp2", **event)
     found = gate(run, golden)
     assert found.outcome is Outcome.DIFFERENT or (at > 1 and found.outcome is Outcome.UNDECIDED), found.sentence
     assert f"at step {at}, " in found.sentence
@@ -142,7 +137,7 @@ def test_a_fault_is_named_by_step_stage_and_tensor(
 def test_what_another_run_does_is_named(
     options: dict[str, Any], outcome: Outcome, said: tuple[str, ...], tmp_path: Path, study: Path
 ) -> None:
-    verdict = compare(made(tmp_path / "study", "other", **options), study / "fsdp2")
+    verdict = compare(loops.made(tmp_path / "study" / "other", "fsdp2", **options), study / "fsdp2")
     assert verdict.outcome is outcome, verdict.sentence
     for words in said:
         assert words in verdict.sentence
@@ -159,7 +154,7 @@ def test_two_versions_of_torch_are_named_and_not_hidden(study: Path, tmp_path: P
 def test_without_gradients_the_verdict_says_so(tmp_path: Path) -> None:
     """Of a program whose optimizer nobody can watch weights and losses alone are known."""
     for name in ("one", "other"):
-        made(tmp_path / "study", name, "single", steps=4, told=False, captures=[])
+        loops.made(tmp_path / "study" / name, steps=4, told=False, captures=[])
     verdict: Verdict = compare(tmp_path / "study" / "one", tmp_path / "study" / "other")
     assert verdict.outcome is Outcome.EQUIVALENT
     assert "no gradients" in verdict.sentence

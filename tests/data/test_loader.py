@@ -140,12 +140,7 @@ def test_token_beyond_the_vocabulary_is_named(tmp_path: Path) -> None:
     config = small_config(data__kind=DataKind.tokens, data__path=str(tmp_path / "t.bin"))
     loader = Loader(config, 0)
     with pytest.raises(ValueError, match=r"token 64 .*model\.vocab_size=64.*data\.token_dtype"):
-        _read_an_epoch(loader)
-
-
-def _read_an_epoch(loader: Loader) -> None:
-    for step in range(1, 4):
-        loader.batch(step)
+        list(map(loader.batch, range(1, 4)))
 
 
 def test_synthetic_tokens_are_in_range_and_skewed() -> None:

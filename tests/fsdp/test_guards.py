@@ -10,7 +10,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from harness.fsdp import (
@@ -28,18 +27,6 @@ from tests.support.spawn import run_ranks
 
 STRATEGIES = [strategy.name for strategy in Strategy]
 every_strategy = pytest.mark.parametrize("strategy", STRATEGIES)
-
-
-pytestmark = pytest.mark.usefixtures("group_of_one")
-
-
-def on_ranks(function: Any, world_size: int, *args: Any) -> list[Any]:
-    """`run_ranks` from inside a group of one."""
-    dist.destroy_process_group()
-    try:
-        return run_ranks(function, world_size, *args)
-    finally:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
 # -- gradients that are not finite -------------------------------------------------------------------------------------
@@ -136,7 +123,7 @@ def poisoned_step(rank: int, case: Poisoning) -> tuple[str, bool, bool]:
 
 
 def test_all_ranks_name_the_tensor_the_rank_and_the_microbatch() -> None:
-    per_rank = on_ranks(poisoned_steps, 3, POISONINGS)
+    per_rank = run_ranks(poisoned_steps, 3, POISONINGS)
     for index, case in enumerate(POISONINGS):
         messages = {found[index][0] for found in per_rank}
         assert len(messages) == 1, "the same on all ranks"
@@ -152,9 +139,10 @@ def test_all_ranks_name_the_tensor_the_rank_and_the_microbatch() -> None:
 @pytest.mark.parametrize("name", each("The engine, by its oracle", [("nobody looks", "Nobody looks at gradients")]))
 def test_a_guard_that_does_not_look_is_found(name: str) -> None:
     with mock.patch.object(GradientGuard, "look"):
-        assert on_ranks(poisoned_steps, 1, [replace(POISONINGS[0], rank=0)])[0][0][0] == ""
+        assert run_ranks(poisoned_steps, 1, [replace(POISONINGS[0], rank=0)])[0][0][0] == ""
 
 
+@pytest.mark.usefixtures("group_of_one")
 @pytest.mark.parametrize(("strategy", "wire"), [(1, torch.float16), (2, torch.float16), *product(STRATEGIES, [None])])
 def test_what_the_wire_cannot_hold_is_found_and_a_sum_that_overflows_by_itself_is_not(strategy: Any, wire: Any) -> None:
     """1e6 is a number in fp32 and infinite in fp16."""
@@ -174,7 +162,7 @@ def test_what_the_wire_cannot_hold_is_found_and_a_sum_that_overflows_by_itself_i
 
 
 def test_the_guard_sends_one_small_all_reduce_a_step_and_without_it_nothing() -> None:
-    for found in on_ranks(traffic, 2):
+    for found in run_ranks(traffic, 2):
         for without, with_guard in found:
             assert set(with_guard) - set(without) == {("all_reduce", "non-finite gradients", 1)}
             assert set(without) < set(with_guard)
@@ -200,6 +188,7 @@ def traffic(rank: int) -> list[list[list[tuple[str, str, int]]]]:
 # -- reductions that fail ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("group_of_one")
 @every_strategy
 def test_a_failed_fold_frees_its_buckets_and_its_step_cannot_be_finished(strategy: str) -> None:
     model, plain = make(), make()

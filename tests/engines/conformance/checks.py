@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from harness.config.derived import optimizer_states
@@ -206,11 +207,8 @@ def _distance(a: Tensor, b: Tensor) -> float:
 
 
 def _joined(ours: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    import torch
-
-    return torch.cat([ours[name].double().flatten() for name in exact]), torch.cat(
-        [t.flatten() for t in exact.values()]
-    )
+    mine = torch.cat([ours[name].double().flatten() for name in exact])
+    return mine, torch.cat([each.flatten() for each in exact.values()])
 
 
 def _scale(ours: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> float:
