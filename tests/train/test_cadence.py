@@ -57,13 +57,9 @@ def wrong_cadences() -> Iterator[str]:
             yield "a step that is always looked at is not"
         if not any(step + 1 in looked for step in looked if step > steps / 2):
             yield "no two neighbours, between which weights could be looked at"
-    (_, cheap), (_, short), (_, all_of_them) = (
-        simulated(5.0, 0.05, 600),
-        simulated(0.01, 0.01, 60),
-        simulated(1, 1, 99, 1),
-    )
-    if (len(cheap), len(short), len(all_of_them)) != (600, 60, 99):
-        yield f"steps are left out of cheap, short and full checks: {len(cheap)}, {len(short)}, {len(all_of_them)}"
+    counts = [len(simulated(*given)[1]) for given in ((5.0, 0.05, 600), (0.01, 0.01, 60), (1, 1, 99, 1))]
+    if counts != [600, 60, 99]:
+        yield f"steps are left out of cheap, short and full checks: {counts}"
 
 
 STEPS, BEGINS = 24, 12
@@ -73,17 +69,11 @@ SMALL = (
     *("model.dim=32", "model.num_layers=2", "model.ffn_dim=48", "data=synthetic", "data.seq_len=16", "ckpt=none"),
     *(f"train.steps={STEPS}", "train.global_batch_size=8", "measure.capture_steps=[1]", "measure.again=0"),
 )
+SELDOM = ("sharding=optim_grads", "measure.step_checks_share=0")
 RUNS = {
-    "seldom": ("sharding=optim_grads", "measure.step_checks_share=0"),
+    "seldom": SELDOM,
     "always": ("sharding=no_shard", "measure.step_checks_share=1"),
-    "faulty": (
-        *(
-            "sharding=optim_grads",
-            "measure.step_checks_share=0",
-            "fault.name=tests.faults.sums:F01_duplicated_gradient",
-        ),
-        f"fault.begins_at={BEGINS}",
-    ),
+    "faulty": (*SELDOM, "fault.name=tests.faults.sums:F01_duplicated_gradient", f"fault.begins_at={BEGINS}"),
 }
 
 

@@ -136,11 +136,11 @@ def test_a_step_that_is_not_captured_pays_nothing(tmp_path: Path, monkeypatch: p
         monkeypatch.setattr(engine, "named_gradients", lambda: asked.append("gradients") or gradients())
         return engine
 
-    base = small_config(measure__capture_steps=[], train__global_batch_size=2)
+    base = small_config(measure__capture_limit_mib=0, train__global_batch_size=2)
     train(base, tmp_path / "off", wrap_engine=watch)
     assert asked == []
-    assert not (tmp_path / "off" / "capture").exists()
-    captures = True
+    assert not (tmp_path / "off" / "capture").exists(), "beyond the limit"
+    captures, base.measure.capture_limit_mib = True, 1
     base.measure.capture_steps = [2]
     train(base, tmp_path / "on", wrap_engine=watch)
     assert asked == ["seen", "gradients"]
@@ -153,20 +153,11 @@ def test_a_step_that_is_not_captured_pays_nothing(tmp_path: Path, monkeypatch: p
     assert [record["loss"] for record in on] == [record["loss"] for record in off]
 
 
-def test_captures_beyond_the_limit_are_left_out(tmp_path: Path) -> None:
-    train(small_config(train__steps=1, measure__capture_limit_mib=0), tmp_path)
-    assert not (tmp_path / "capture").exists()
-
-
-def poisoned(gradient: Tensor) -> Tensor:
-    return gradient * math.nan
-
-
 def test_a_witness_of_a_diverged_step_is_written(tmp_path: Path) -> None:
     """An engine that can be looked at, and a local gradient that is nan."""
 
     def poison(engine: Any) -> Any:
-        engine.weights["head.norm.weight"].register_hook(poisoned)
+        engine.weights["head.norm.weight"].register_hook(lambda gradient: gradient * math.nan)
         return engine
 
     train(small_config(measure__capture_steps=[1], train__steps=1), tmp_path, wrap_engine=poison)

@@ -129,17 +129,8 @@ def test_a_run_stops_early_and_keeps_the_best(tmp_path: Path, monkeypatch: pytes
     assert sorted(int(each.name.removeprefix("step-")) for each in (tmp_path / "ckpt").iterdir()) == [3, 5]
 
 
-class Dropout(nn.Module):
-    """Counts its forwards by mode."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.drop = nn.Dropout(0.5)
-        self.other = nn.Linear(1, 1).eval()
-
-
 def test_modes_and_random_numbers_are_as_before() -> None:
-    module = Dropout()
+    module = nn.Sequential(nn.Dropout(0.5), nn.Linear(1, 1).eval())
     before, modes = torch.get_rng_state(), [each.training for each in module.modules()]
     with evaluating(module, torch.device("cpu")):
         assert not any(each.training for each in module.modules())

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from harness.parity.tiers import forward
 from harness.parity.tiers.envelope import Envelope
 from tests.support.factory import freeze, small_config, train, with_dtypes
 from tests.support.mutants import finds
-from tests.support.spawn import run_ranks
+from tests.support.spawn import made_by
 from tests.train.test_step_checks import SEEN, configured
 
 BASELINE = "native-optim_grads_params"
@@ -45,16 +46,6 @@ def bf16(kind: str) -> Config:
     return with_dtypes(configured(kind if kind in SEEN else BASELINE, **changes), Dtype.bf16, Dtype.fp32)
 
 
-@contextmanager
-def instead(owner: Any, name: str, value: Any) -> Iterator[None]:
-    before = owner.__dict__[name] if isinstance(owner, type) else getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
-
-
 def softcapped(self: llama.Llama, tokens_BS: Tensor) -> Tensor:
     logits: Tensor = FORWARD(self, tokens_BS)
     return 50 * torch.tanh(logits / 50)
@@ -73,23 +64,20 @@ def with_z_loss(logits: Tensor, targets: Tensor) -> Tensor:
     return CROSS_ENTROPY(logits, targets) + 1e-4 * torch.logsumexp(logits, -1).square().mean()
 
 
+patch = mock.patch.object
 FORWARD, TABLES, CROSS_ENTROPY = llama.Llama.forward, llama.rotary_tables, F.cross_entropy
 FAULTS: dict[str, tuple[Callable[[], Any], str, str | None]] = {
-    "softcap": (lambda: instead(llama.Llama, "forward", softcapped), forward.OUTPUT, None),
-    "tables of 8 bits": (
-        lambda: instead(llama, "rotary_tables", eight_bits),
-        forward.OUTPUT,
-        "blocks.0.attention.wo",
-    ),
-    "base 1 % off": (lambda: instead(llama, "rotary_tables", other_base), forward.OUTPUT, "blocks.0.attention.wo"),
-    "z-loss": (lambda: instead(workload.F, "cross_entropy", with_z_loss), forward.LOGITS, None),
+    "softcap": (lambda: patch(llama.Llama, "forward", softcapped), forward.OUTPUT, None),
+    "tables of 8 bits": (lambda: patch(llama, "rotary_tables", eight_bits), forward.OUTPUT, "blocks.0.attention.wo"),
+    "base 1 % off": (lambda: patch(llama, "rotary_tables", other_base), forward.OUTPUT, "blocks.0.attention.wo"),
+    "z-loss": (lambda: patch(workload.F, "cross_entropy", with_z_loss), forward.LOGITS, None),
 }
 
 
 FP32 = {
     "fp32": nullcontext,
     "fp32, fsdp2": nullcontext,
-    "fp32, tables of 8 bits": lambda: instead(llama, "rotary_tables", eight_bits),
+    "fp32, tables of 8 bits": lambda: patch(llama, "rotary_tables", eight_bits),
 }
 
 
@@ -99,28 +87,27 @@ def fp32(name: str) -> Config:
     return configured(kind, train__steps=2, measure__step_checks=True, measure__capture_steps=[1])
 
 
-def trains(rank: int, folder: str) -> None:
-    for name, fault in FP32.items():
+CELLS: dict[str, tuple[Config, Callable[[], Any]]] = {
+    **{name: (fp32(name), fault) for name, fault in FP32.items()},
+    **{kind: (bf16(kind), nullcontext) for kind in CLEAN},
+    **{name: (bf16(BASELINE), fault) for name, (fault, *_) in FAULTS.items()},
+}
+
+
+def trains(rank: int, folder: Path) -> None:
+    for name, (config, fault) in CELLS.items():
         with fault():
-            train(fp32(name), Path(folder, name), rank)
-    for kind in CLEAN:
-        if bf16(kind).mesh.world_size > 1:
-            train(bf16(kind), Path(folder, kind), rank)
-    for name, (fault, *_) in FAULTS.items():
-        with fault():
-            train(bf16(BASELINE), Path(folder, name), rank)
+            if config.mesh.world_size > rank:
+                train(config, folder / name, rank)
+        freeze(config, folder / name)
+
+
+trained = made_by(trains, 2)
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Record]:
-    folder = tmp_path_factory.mktemp("forwards")
-    run_ranks(trains, 2, str(folder))
-    train(bf16("one rank"), folder / "one rank")
-    for name in (*CLEAN, *FAULTS):
-        freeze(bf16(name), folder / name)
-    for name in FP32:
-        freeze(fp32(name), folder / name)
-    return {name: load(folder / name) for name in (*CLEAN, *FAULTS, *FP32)}
+def runs(trained: Path) -> dict[str, Record]:
+    return {name: load(trained / name) for name in CELLS}
 
 
 def found(arm: Record, control: Record) -> list[Finding]:

@@ -22,7 +22,7 @@ from harness.parity.tiers.arithmetic import Arithmetic
 from harness.store.metrics import read_metrics
 from tests.support.factory import freeze, small_config, stopping, train
 from tests.support.mutants import finds
-from tests.support.spawn import run_ranks
+from tests.support.spawn import made_by
 
 STEPS = 13
 CAPTURED = [1, 3, 7, 10, 13]
@@ -33,7 +33,7 @@ AT = 3
 
 def configured(**changes: Any) -> Config:
     """In fp16, under a factor that doubles in every step until gradients overflow."""
-    config = small_config(
+    return small_config(
         engine__name=EngineName.native,
         train__steps=STEPS,
         measure__step_checks=True,
@@ -44,7 +44,6 @@ def configured(**changes: Any) -> Config:
         dtype__loss_scale_growth_steps=1,
         **changes,
     )
-    return config
 
 
 def overflows(engine: Any) -> Any:
@@ -69,8 +68,7 @@ def overflows(engine: Any) -> Any:
     return engine
 
 
-def trains(rank: int, folder: str) -> None:
-    root = Path(folder)
+def trains(rank: int, root: Path) -> None:
     for name, wrap in (("clean", lambda engine: engine), ("wrong", overflows)):
         train(configured(), root / name, rank, wrap_engine=wrap)
         freeze(configured(), root / name)
@@ -80,11 +78,12 @@ def trains(rank: int, folder: str) -> None:
     freeze(resumed, root / "resumed")
 
 
+trained = made_by(trains, 1)
+
+
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Record]:
-    root = tmp_path_factory.mktemp("left_out")
-    run_ranks(trains, 1, str(root))
-    return {name: load(root / name) for name in ("clean", "wrong", "resumed")}
+def runs(trained: Path) -> Mapping[str, Record]:
+    return {name: load(trained / name) for name in ("clean", "wrong", "resumed")}
 
 
 def own(run: Record) -> list[tuple[str, int | None, Grade]]:

@@ -141,10 +141,10 @@ def different(a: dict[str, Tensor], b: dict[str, Tensor]) -> Iterator[str]:
     yield from (key for key in sorted(a.keys() & b.keys()) if not torch.equal(a[key], b[key]))
 
 
-def against(whole: Path, run: Path, after: int = 0) -> list[str]:
-    """Lines after a step, restored state, and final weights."""
-    right, held = numbers(whole)[after:], numbers(run)
-    told = [] if len(held) == len(right) == STEPS - after else [f"{len(held)} lines"]
+def against(whole: Path, run: Path) -> list[str]:
+    """Lines, restored state, and final weights."""
+    right, held = numbers(whole), numbers(run)
+    told = [] if len(held) == len(right) == STEPS else [f"{len(held)} lines"]
     told += [
         f"{a['step']}: {sorted(k for k in a if a[k] != b[k])}" for a, b in zip(right, held, strict=False) if a != b
     ]
@@ -186,7 +186,8 @@ def leg(rank: int, root: Path, config: Config, number: int) -> None:
 
 def test_four_layouts_make_one_exact_run(tmp_path: Path) -> None:
     whole = exact(Strategy.no_shard, 1)
-    run_ranks(train_whole, 1, tmp_path, whole)
+    whole.engine.name = EngineName.single
+    train(whole, tmp_path / "whole")
     for number, config in enumerate(JOURNEY):
         run_ranks(leg, config.mesh.world_size, tmp_path, config, number)
     held = [line for number in range(len(JOURNEY)) for line in numbers(tmp_path / f"leg-{number}")]
@@ -197,45 +198,18 @@ def test_four_layouts_make_one_exact_run(tmp_path: Path) -> None:
     assert ends[1]["step"] == STEPS
 
 
-def train_whole(rank: int, root: Path, config: Config) -> None:
-    train(config, root / "whole", rank)
-
-
-# -- an engine that forgets --------------------------------------------------------------------------------------------
-
-
-class Forgetful(Watched):
-    """Loads everything but the step counts."""
-
-    def state(self) -> Any:
-        state = self.engine.state()
-        for key, tensor in state.tensors.items():
-            if key.endswith("/step"):
-                state.tensors[key] = tensor.clone()
-        return state
-
-
-def forgetting(rank: int, root: Path, config: Config) -> list[str]:
-    train(config, root / "whole", rank)
-    train(config, root / "run", rank, should_stop=stopping(5))
-    train(config, root / "run", rank, wrap_engine=lambda engine: Forgetful(engine, []))
-    return against(root / "whole", root / "run")
-
-
-@kills("The engine, by saved state", "step counts", "Loading restores all but the optimizer's step counts")
-def test_an_engine_that_forgets_its_step_count_is_caught(tmp_path: Path) -> None:
-    (told,) = run_ranks(forgetting, 1, tmp_path, config_of())
-    assert any("restored" in text and text.endswith("/step") for text in told)
-    assert any(text.startswith("6: ") for text in told), "and the very next step shows it"
-
-
 # -- faults of resuming ------------------------------------------------------------------------------------------------
 
 RESUME_FAULTS = (
     "F16_tail_lost_on_resume",
     "F17_shards_not_refreshed",
     "F18_absent_weights_skipped",
-    "optimizer_step_lost_on_resume",
+    pytest.param(
+        "optimizer_step_lost_on_resume",
+        marks=kills(
+            "The engine, by saved state", "step counts", "Loading restores all but the optimizer's step counts"
+        ),
+    ),
     "moments_lost_on_resume",
 )
 

@@ -21,21 +21,18 @@ from tests.train.runs import assert_same_run
 
 def test_record_is_cut_back_to_the_checkpoint(tmp_path: Path) -> None:
     """Killed after step 3 with a checkpoint of step 2: step 3 is run again and recorded once."""
+
+    def killed(seen: Mapping[str, Any]) -> None:
+        if seen["step"] == 3:
+            raise KeyboardInterrupt
+
     config = small_config(train__steps=4, ckpt__every=2)
     with pytest.raises(KeyboardInterrupt):
-        train(config, tmp_path / "b", progress=_killer(3))
+        train(config, tmp_path / "b", progress=killed)
     assert len(read_metrics(tmp_path / "b/metrics.jsonl")) == 3
     assert train(config, tmp_path / "b") == Outcome("done", 4, saved=True)
     train(config, tmp_path / "a")
     assert_same_run(tmp_path / "a", tmp_path / "b")
-
-
-def _killer(step: int) -> Any:
-    def progress(seen: Mapping[str, Any]) -> None:
-        if seen["step"] == step:
-            raise KeyboardInterrupt
-
-    return progress
 
 
 def test_without_checkpoints_a_run_starts_over(tmp_path: Path) -> None:
@@ -46,15 +43,10 @@ def test_without_checkpoints_a_run_starts_over(tmp_path: Path) -> None:
     assert [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3]
 
 
-def test_a_stop_in_the_last_step_is_too_late_to_matter(tmp_path: Path) -> None:
+def test_a_stop_in_the_last_step_is_too_late_to_matter_and_a_finished_run_is_left_as_it_is(tmp_path: Path) -> None:
     assert train(small_config(), tmp_path, should_stop=stopping(3)) == Outcome("done", 3, saved=True)
-
-
-def test_a_finished_run_is_left_as_it_is(tmp_path: Path) -> None:
-    config = small_config()
-    train(config, tmp_path)
     before = (tmp_path / "metrics.jsonl").read_text()
-    assert train(config, tmp_path) == Outcome("done", 3, saved=True)
+    assert train(small_config(), tmp_path) == Outcome("done", 3, saved=True)
     assert (tmp_path / "metrics.jsonl").read_text() == before
 
 
