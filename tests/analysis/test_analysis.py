@@ -67,7 +67,7 @@ def test_what_was_not_recorded_is_missing_and_not_zero(store: Path) -> None:
     assert runs[["held_out_loss", "wall_s"]].isna().all(axis=None)
 
 
-def test_differences_are_relative_signed_and_by_step(store: Path) -> None:
+def test_differences_are_relative_signed_and_by_step() -> None:
     steps = pd.DataFrame(
         {"run": ["a", "a", "b", "b", "c"], "step": [1, 2, 1, 2, 2], "loss": [2.0, -4.0, 2.5, -5.0, -4.0]}
     )
@@ -76,6 +76,8 @@ def test_differences_are_relative_signed_and_by_step(store: Path) -> None:
     assert list(found["difference"]) == [0.25, -0.25, 0.0]
     with pytest.raises(ValueError, match="'x' is none of the runs: a, b, c"):
         stats.against(steps, "x")
+    zeros = pd.DataFrame({"run": ["c", "c", "a", "a"], "step": [1, 2, 1, 2], "loss": [0.0, 0.0, 0.0, 1.0]})
+    assert list(stats.against(zeros, "c")["difference"]) == [0.0, float("inf")], "two losses of zero do not differ"
 
 
 @pytest.mark.parametrize(
@@ -182,11 +184,6 @@ def test_what_is_not_a_number_is_counted_in_the_caption() -> None:
     assert figures._gaps(pd.Series([1.0])) == ""
 
 
-def test_two_losses_of_zero_do_not_differ() -> None:
-    steps = pd.DataFrame({"run": ["c", "c", "a", "a"], "step": [1, 2, 1, 2], "loss": [0.0, 0.0, 0.0, 1.0]})
-    assert list(stats.against(steps, "c")["difference"]) == [0.0, float("inf")]
-
-
 def test_a_picture_of_some_runs_shows_the_control_and_what_failed(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("harness.analysis.figures.LINES", 2)
     study = judge.study(store, "lab")
@@ -207,9 +204,7 @@ def test_runs_are_labelled_by_what_differs_between_them() -> None:
     arms = [Arm(engine="single", ranks=1), Arm(wire="bf16"), Arm(strategy="optim"), Arm(seed=1)]
     configs = {str(number): arm.config() for number, arm in enumerate(arms)}
     found = labels.labels(configs)
-    assert found["1"] == "native, optim_grads_params, fp32-bf16, seed 0, microbatch_size=4, 2 ranks", (
-        "the control differs in two of them"
-    )
+    assert found["1"] == "native, optim_grads_params, fp32-bf16, seed 0, microbatch_size=4, 2 ranks", "it has both"
     assert found["2"] == "native, optim, fp32-fp32, seed 0, microbatch_size=4, 2 ranks"
     assert found["3"] == "native, optim_grads_params, fp32-fp32, seed 1, microbatch_size=4, 2 ranks"
     assert found["0"] == "single, optim_grads_params, fp32-fp32, seed 0, microbatch_size=8, 1 rank"
@@ -276,7 +271,7 @@ test_mutants_of_pictures_are_found = finds(
         stacks in any order: A bar stands beside another run's name
             analysis.plot.stacks: .reindex(list(styles)) => .reindex([*styles][::-1])
     """,
-    test_two_losses_of_zero_do_not_differ="""
+    test_differences_are_relative_signed_and_by_step="""
         zero by zero: Two zeros differ by NaN
             analysis.stats.against: .mask((loss == 0) & (base == 0), 0.0) =>
     """,

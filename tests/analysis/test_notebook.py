@@ -19,9 +19,8 @@ import pytest
 from harness.store import status
 from harness.store.status import State
 from harness.store.study import read_study
-from tests.parity.corpus import FP32, OURS
 from tests.parity.edits import edit_json
-from tests.parity.lab import as_study, write
+from tests.parity.lab import pair
 from tests.support.programs import run_program
 
 matplotlib.use("Agg")
@@ -91,8 +90,7 @@ def test_an_unfinished_study_is_told_in_a_sentence(
     name: str, left: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if left != "nothing":
-        control, arm = (write(tmp_path, each) for each in (FP32, OURS))
-        as_study(tmp_path, {control: None, arm: control}, "Is it the same?")
+        control, arm = pair(tmp_path)
         if left == "failed":
             status.note(arm, state=State.failed, reason="no luck")
         elif left == "not listed":

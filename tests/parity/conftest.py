@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,8 +11,6 @@ from harness.parity import Verdict, compare
 from tests.parity.arms import Arm
 from tests.parity.corpus import Case
 from tests.parity.lab import CLEAN, write
-
-Judge = Callable[[Case], Verdict]
 
 
 class Bench:

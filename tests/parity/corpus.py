@@ -103,11 +103,25 @@ def accumulated_in_bf16(grads: list[Params]) -> list[Params]:
     return [*zeros, total]
 
 
+REDUCTIONS: dict[str, dict[str, Any]] = {
+    "scale 1.00001": {"reduced": scaled(1.00001)},
+    "duplicated": {"reduced": duplicated},
+    "one rank missing": {"reduced": one_rank_missing},
+    "unreduced": {"reduced": unreduced("blocks.1")},
+    "tail lost": {"reduced": tail_lost("blocks.1.w_up")},
+    "11 bits": {"reduced": stored_as(eleven_bits)},
+    "bf16": {"reduced": stored_as(bf16)},
+    "last microbatch only": {"microbatches": last_only},
+    "bf16 accumulation": {"microbatches": accumulated_in_bf16},
+}
+"""Wrong sums, each by a hook."""
+
 FP32 = Arm(engine="ddp", strategy="no_shard")
 SGD = replace(FP32, optimizer="sgd", lr=0.1)
 BF16 = Arm(engine="ddp", strategy="no_shard", compute="bf16", batch=16, seq_len=32, steps=4)
 OURS = replace(FP32, engine="native", strategy="optim")
 OURS_SGD = replace(SGD, engine="native", strategy="optim")
+DOUBLED = broken(replace(OURS, k=1), reduced=scaled(2.0))
 UPDATED = replace(OURS, captures=())
 """Without gradients no update can be worked out; it can still be held against the control's."""
 UNSEEN = replace(OURS, updates=())

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from harness.store.rundir import RunDir, Store
 from harness.store.shapes import METADATA
 from harness.store.study import write_study
 from tests.parity.arms import Arm, Params
+from tests.parity.corpus import FP32, OURS
 from tests.parity.network import Optimizer, add, batch, forward_backward, initial, reduce, rounder
 from tests.parity.streams import Checker, Silent
 
@@ -36,37 +37,23 @@ def digest(arrays: Params) -> str:
     return state.hexdigest()
 
 
-@dataclass
-class Outcome:
-    """What a run recorded, before it is written."""
-
-    lines: list[dict[str, Any]]
-    captures: dict[int, Params]
-    updates: dict[int, tuple[Params, Params]]
-    """Main weights before and after, by step."""
-    summary: dict[str, Any]
-    witnesses: dict[int, tuple[Params, dict[str, float]]] = field(default_factory=dict)
-    """By step: the mean of all local gradients in fp64, and the norms of their terms."""
-    checker: Silent = field(default_factory=Silent)
-
-
 def witness(grads: list[list[Params]]) -> tuple[Params, dict[str, float]]:
-    """What autograd handed out, before the engine touched it."""
+    """What autograd handed out, before the engine touched it: the mean in fp64, and the norms of its terms."""
     each = [{name: value.astype(np.float64) for name, value in micro.items()} for one in grads for micro in one]
     mean = {name: value / len(each) for name, value in add(each).items()}
     squares = {name: sum(float(np.vdot(one[name], one[name])) for one in each) for name in mean}
     return mean, {name: float(np.sqrt(square)) / len(each) for name, square in squares.items()}
 
 
-def train(arm: Arm) -> Outcome:
-    """Run an arm."""
+def train(arm: Arm) -> tuple[Any, ...]:
+    """Run an arm: lines of the record, and its summary; by step what was captured, main weights before and after, and
+    what witnesses saw; and who checked its steps."""
     fault, main = arm.fault, rounder(arm.main)
     weights = initial(arm.seed)
     first = digest(weights)
     weights = {name: main(value).copy() for name, value in weights.items()}
     compute = {name: rounder(arm.compute)(value) for name, value in weights.items()}
-    optimizer, lines, captures, updates = Optimizer(arm, weights), [], {}, {}
-    witnesses: dict[int, tuple[Params, dict[str, float]]] = {}
+    optimizer, lines, captures, updates, witnesses = Optimizer(arm, weights), [], {}, {}, {}
     checker = Checker(arm, weights) if arm.checked else Silent()
     for step in range(1, arm.steps + 1):
         x, y = batch(arm, step)
@@ -123,7 +110,7 @@ def train(arm: Arm) -> Outcome:
     fault.between(arm.steps + 1, weights, optimizer)
     checker.end(weights, optimizer)
     summary = {"initial_weights": first, "final_weights": digest(weights), "step": arm.steps}
-    return Outcome(lines, captures, updates, summary, witnesses, checker)
+    return lines, summary, captures, updates, witnesses, checker
 
 
 @dataclass(frozen=True)
@@ -146,24 +133,22 @@ PROVENANCE = {
 
 def write(root: Path, arm: Arm, overrides: tuple[str, ...] = ()) -> Path:
     """Train an arm and write its run directory; returns its path."""
-    outcome = train(arm)
+    lines, summary, captures, updates, witnesses, checker = train(arm)
     run = Store(root).create(Cell(arm.config(), overrides))
-    (run.path / "metrics.jsonl").write_text("".join(encode(line) + "\n" for line in outcome.lines))
-    for name, value in (("provenance", PROVENANCE), ("summary", outcome.summary)):
+    (run.path / "metrics.jsonl").write_text("".join(encode(line) + "\n" for line in lines))
+    status = {"state": "done", "reason": "", "attempt": 0, "keeper": "process"}
+    for name, value in (("provenance", PROVENANCE), ("summary", summary), ("status", status)):
         (run.path / f"{name}.json").write_text(json.dumps(value))
-    (run.path / "status.json").write_text(
-        json.dumps({"state": "done", "reason": "", "attempt": 0, "keeper": "process"})
-    )
     (run.path / "attempts/0").mkdir(parents=True, exist_ok=True)
-    for step in {*outcome.captures, *outcome.updates}:
-        before, after = outcome.updates.get(step, ({}, {}))
-        mean, terms = outcome.witnesses.get(step, ({}, {}))
-        kept = {} if step - 1 in outcome.updates else before
-        parts = {"gradient": outcome.captures.get(step, {}), "local": mean, "before": kept, "after": after}
+    for step in {*captures, *updates}:
+        before, after = updates.get(step, ({}, {}))
+        mean, terms = witnesses.get(step, ({}, {}))
+        kept = {} if step - 1 in updates else before
+        parts = {"gradient": captures.get(step, {}), "local": mean, "before": kept, "after": after}
         tensors = {f"{part}/{name}": value for part, held in parts.items() for name, value in held.items()}
         facts = {"terms": terms, "wrong_weights": [], "whole": list(mean)} if mean else {}
         write_step(run.path, step, tensors, facts)
-    outcome.checker.write(run.path)
+    checker.write(run.path)
     return run.path
 
 
@@ -173,6 +158,13 @@ def write_step(run: Path, step: int, tensors: Params, facts: Mapping[str, Any]) 
     path = run / f"capture/step-{step:06d}.safetensors"
     text = json.dumps({"step": step, **facts})
     save_file({name: np.ascontiguousarray(each) for name, each in tensors.items()}, path, {METADATA: text})
+
+
+def pair(root: Path, *overrides: str) -> tuple[Path, Path]:
+    """A study of a control and an arm that is the same, both done: their directories."""
+    control, arm = (write(root, each, overrides) for each in (FP32, OURS))
+    as_study(root, {control: None, arm: control}, "Is it the same?")
+    return control, arm
 
 
 def as_study(root: Path, controls: Mapping[Path, Path | None], question: str) -> None:

@@ -94,11 +94,8 @@ def baselines(first: float = 0.0, shown: float = 0.0, off: float = 2e-3) -> Apar
     return Apart(np.arange(1, STEPS + 1), NAMES, NUMEL, weights, local, local, ones, whole)
 
 
-def of_fp64() -> dict[tuple[int, int], float]:
-    """What was seen at steps 11 and 12 of `study=against_fp64`: one tensor, and in the next step another."""
-    return {(11, 0): 11.0, (12, 1): 123.0}
-
-
+OF_FP64 = {(11, 0): 11.0, (12, 1): 123.0}
+"""What was seen at steps 11 and 12 of `study=against_fp64`: one tensor, and in the next step another."""
 NEAR = np.where(np.arange(STEPS) < 3, 1e-9, CLOSE)
 """Weights that begin nearer together than a gradient's rounding is large."""
 BENT = np.where(np.arange(STEPS) < 6, CLOSE / 50, CLOSE)
@@ -108,7 +105,7 @@ SPARSE = [1, 2, 3, 4, 8, 12]
 
 CLAIMS: dict[str, tuple[Callable[[], dict[int, str]], dict[int, str]]] = {
     "a pair that parts slowly": (lambda: jumps(parted(CLOSE, {})), {}),
-    "a batch that bends the loss, for one tensor and then for another": (lambda: jumps(parted(CLOSE, of_fp64())), {}),
+    "a batch that bends the loss, for one tensor and then for another": (lambda: jumps(parted(CLOSE, OF_FP64)), {}),
     "curvature that was there before": (lambda: jumps(parted(CLOSE, {(4, 0): 20.0, (12, 1): 400.0})), {}),
     "curvature 11 times what it was, and overstated": (lambda: jumps(parted(CLOSE, {(9, 1): 11 * UNLUCKY})), {}),
     "a gradient 200 times as far off": (lambda: jumps(parted(CLOSE, {(9, 1): 200.0})), {9: NAMES[1]}),
@@ -117,10 +114,7 @@ CLAIMS: dict[str, tuple[Callable[[], dict[int, str]], dict[int, str]]] = {
         lambda: jumps(missing(parted(CLOSE, {(9, 1): 200.0}), 0)),
         {9: NAMES[1]},
     ),
-    "the same, after weights nearer than rounding": (
-        lambda: jumps(parted(NEAR, {(9, 1): 200.0})),
-        {9: NAMES[1]},
-    ),
+    "the same, after weights nearer than rounding": (lambda: jumps(parted(NEAR, {(9, 1): 200.0})), {9: NAMES[1]}),
     "curvature that shows above rounding, within the bound of step 1": (
         lambda: jumps(parted(BENT, {(4, 2): 25.0, (9, 1): 60.0})),
         {},
@@ -170,12 +164,13 @@ def _one_tensor(factor: float) -> Any:
     return weights
 
 
-def broken_claims() -> Iterator[str]:
-    """What is not as it is claimed, lazily."""
+def wrong(root: Path) -> Iterator[str]:
+    """What is not as it is claimed, and what distances should be, and are not, lazily."""
     for name, (said, wanted) in CLAIMS.items():
         found = said()
         if (found if not wanted else dict([*found.items()][:1])) != wanted:
             yield f"{name}: {found}"
+    yield from wrong_distances(root)
 
 
 # -- distances from sketches -------------------------------------------------------------------------------------------
@@ -222,7 +217,7 @@ def distances(root: Path, norms: Sequence[float], off: Sequence[float]) -> Apart
 
 
 def wrong_distances(root: Path) -> Iterator[str]:
-    """What distances should be, and are not, lazily."""
+
     found = distances(root / "plain", [1.0] * 3, [1e-3] * 3)
     for kind in ("local", "reduced", "weights"):
         typical = float(np.sqrt((getattr(found, kind) ** 2).mean()))
@@ -234,11 +229,6 @@ def wrong_distances(root: Path) -> Iterator[str]:
     shrinks = distances(root / "shrinks", [1.0] + [1e-3] * 19, [1e-4] * 20)
     if shrinks.local[-1].max() < 1e-2:
         yield "a gradient that was large long ago is not far off"
-
-
-def wrong(root: Path) -> Iterator[str]:
-    yield from broken_claims()
-    yield from wrong_distances(root)
 
 
 # -- mutants -----------------------------------------------------------------------------------------------------------

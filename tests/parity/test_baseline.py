@@ -99,12 +99,18 @@ def test_a_long_run_keeps_its_first_and_last_steps(bench: Bench) -> None:
     assert len(few) <= 10
 
 
-def test_what_does_not_fit_is_refused(
+def test_what_does_not_fit_or_did_not_end_makes_no_baseline(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(baseline, "LIMIT_BYTES", 1000)
-    assert main(["baseline", str(bench.run(CONTROL)), "--out", str(tmp_path / "no.json")]) == 2
+    run = bench.copy(CONTROL, tmp_path)
+    words = ["baseline", str(run), "--out", str(tmp_path / "no.json")]
+    with monkeypatch.context() as patch:
+        patch.setattr(baseline, "LIMIT_BYTES", 1000)
+        assert main(words) == 2
     assert "fewer steps" in capsys.readouterr().err
+    edit_json(run / "status.json", state="failed")
+    assert main(words) == 2
+    assert "it is failed" in capsys.readouterr().err
     assert not (tmp_path / "no.json").exists()
 
 
@@ -148,13 +154,6 @@ def test_a_file_that_is_no_baseline_is_refused_in_a_sentence(
     told = capsys.readouterr().err
     assert says in " ".join(told.split())
     assert "Traceback" not in told
-
-
-def test_an_unfinished_run_makes_no_baseline(bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = bench.copy(CONTROL, tmp_path)
-    edit_json(run / "status.json", state="failed")
-    assert main(["baseline", str(run), "--out", str(tmp_path / "no.json")]) == 2
-    assert "it is failed" in capsys.readouterr().err
 
 
 def test_the_verb_writes_xml_and_markdown_of_the_verdict(

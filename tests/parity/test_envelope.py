@@ -93,12 +93,7 @@ def test_the_numbers_the_bounds_come_to(arm: Arithmetic, control: Arithmetic, di
     assert envelope.loss == pytest.approx(loss, rel=0.01)
 
 
-QUANTIZED = {
-    "current": (0.3247, 0.1510),
-    "block": (0.2641, 0.1510),
-    "mx": (0.2641, 0.1510),
-    "mx_32x32": (0.2641, 0.1510),
-}
+QUANTIZED = {"current": (0.3247, 0.1510)} | dict.fromkeys(("block", "mx", "mx_32x32"), (0.2641, 0.1510))
 """By hand for four blocks: 16 products, u = 2^-4 and 2^-3; RMS sqrt(64 u^2 + 17 (u^2 + v^2)) and RMS sqrt(32 u^2)."""
 
 
@@ -110,15 +105,6 @@ def test_operands_of_8_bits_are_counted_once_a_product(recipe: str) -> None:
     assert run.forward == pytest.approx(forward, rel=0.01)
     assert run.quantized(1) < run.quantized() < run.gradient
     assert replace(run, fp8="delayed").gradient > 1, "a recipe of an earlier version may lose anything"
-
-
-def test_rounding_to_few_bits_tilts_in_second_order_alone() -> None:
-    """b of Q(v) = (1 + b) v + r: -(RMS u)^2 where values are spread evenly, up to twice that where they thin out."""
-    generator = np.random.default_rng(4)
-    for values in (generator.uniform(0.1, 1, 200_000), np.abs(generator.standard_normal(200_000)) + 1e-3):
-        mantissa, exponent = np.frexp(values)
-        rounded = np.ldexp(np.round(mantissa * 16) / 16, exponent)
-        assert abs(float((rounded - values) @ values / (values @ values))) < 2 * (RMS * 2.0**-4) ** 2
 
 
 def test_what_tensors_share_is_capped_by_their_residual_and_by_the_dtype() -> None:
@@ -172,12 +158,7 @@ ROUTES: list[tuple[str, Envelope, list[TensorPair], set[Grade]]] = [
     ("all are chosen", envelope(replace(ROUTED, experts_per_token=8)), [expert(0)], {Grade.ok, Grade.bad}),
     ("a dense tensor", envelope(ROUTED), [pair(ATTENTION, 1.0)], {Grade.ok, Grade.bad}),
     ("a dense tensor's scale", envelope(ROUTED), [pair(ATTENTION, 2e-7, b=0.5)], {Grade.ok, Grade.bad}),
-    (
-        "a doubled gain",
-        envelope(DENSE),
-        [replace(pair("blocks.0.gain", 1.0, 1, b=1.0), block=Block(0, 1, 1.0))],
-        {Grade.ok, Grade.bad},
-    ),
+    ("a doubled gain", envelope(DENSE), [pair("blocks.0.gain", 1.0, 1, b=1.0)], {Grade.ok, Grade.bad}),
 ]
 
 
@@ -194,12 +175,9 @@ def test_no_route_flips_where_none_can() -> None:
         assert limits.flips == limits.rerouted == limits.rerouted_scale == limits.rerouted_norm == 0.0
     lost = Mismatch("blocks.0.ffn.experts.0.w_up.weight", "absent", "[32, 48]")
     assert numeric.first_step(model(), [lost], envelope(ROUTED), [])[0][0].grade is Grade.bad
-
-
-def test_flips_grow_with_the_error_of_the_scores() -> None:
     coarse = envelope(replace(ROUTED, compute="bf16"))
     assert 100 < coarse.flips < 300
-    assert coarse.rerouted > envelope(ROUTED).rerouted > 0
+    assert coarse.rerouted > envelope(ROUTED).rerouted > 0, "flips grow with the error of the scores"
 
 
 @pytest.mark.parametrize(("numel", "factor"), [(1, 2500), (2, 25), (3, 5.386), (6, 1.16), (7, 1), (4096, 1)])
@@ -279,7 +257,6 @@ test_a_mutant_is_found = each_found_by(
 ARM = Arm(engine="native", strategy="optim", updates=())
 REFERENCE = Arm(engine="single", strategy="no_shard", compute="fp64", main="fp64", ranks=1, k=4, updates=())
 TENSOR = "blocks.0.w_up.weight"
-COUNTED = Arithmetic.of(flatten(ARM.config()))
 
 
 def knowing(bench: Bench, tmp_path: Path, **moves: float) -> Path:
@@ -316,19 +293,16 @@ def test_what_counting_passes_a_known_reach_refutes(bench: Bench, tmp_path: Path
 
 
 def test_few_elements_are_given_more_room_by_what_few_draws_can_tell() -> None:
-    envelope = Envelope(COUNTED, COUNTED, draws=8)
-    rooms = [margin(numel, envelope.draws) for numel in (1, 2, 4, 16, 32, 1000)]
+    rooms = [margin(numel, 8) for numel in (1, 2, 4, 16, 32, 1000)]
     assert rooms == sorted(rooms, reverse=True)
     assert rooms[-2:] == [SAFETY, SAFETY]
     assert 10 < rooms[0] < 30
-    fewer = replace(envelope, draws=2)
-    assert margin(1, fewer.draws) > 2 * rooms[0]
+    assert margin(1, 2) > 2 * rooms[0]
 
 
 @pytest.mark.parametrize("numel", [1, 3, 32])
 def test_the_room_holds_for_errors_drawn_alike(numel: int) -> None:
     """A hundred thousand times: an error as large as the draws were, beyond a bound once in ten thousand at most."""
-    envelope = Envelope(COUNTED, COUNTED, draws=8)
     rng = np.random.default_rng(numel)
     squares = rng.chisquare(numel, 100_000), rng.chisquare(8 * numel, 100_000) / 8
-    assert np.mean(np.sqrt(squares[0]) > margin(numel, envelope.draws) * np.sqrt(squares[1])) <= 1e-4
+    assert np.mean(np.sqrt(squares[0]) > margin(numel, 8) * np.sqrt(squares[1])) <= 1e-4

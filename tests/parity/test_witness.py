@@ -19,24 +19,7 @@ from harness.parity.tiers import gradients
 from harness.parity.tiers.arithmetic import Arithmetic
 from tests.parity.arms import Arm, Array, broken
 from tests.parity.conftest import Bench
-from tests.parity.corpus import (
-    BF16,
-    FP32,
-    OURS,
-    OURS_BF16,
-    OURS_SGD,
-    ROUNDINGS,
-    accumulated_in_bf16,
-    bf16,
-    duplicated,
-    eleven_bits,
-    last_only,
-    one_rank_missing,
-    scaled,
-    stored_as,
-    tail_lost,
-    unreduced,
-)
+from tests.parity.corpus import BF16, FP32, OURS, OURS_BF16, OURS_SGD, REDUCTIONS, ROUNDINGS, scaled, stored_as
 from tests.parity.edits import edit_capture, edit_json
 from tests.support.mutants import finds, kills
 
@@ -46,18 +29,6 @@ SEEN = replace(OURS, witnessed=True)
 SEEN_BF16 = replace(OURS_BF16, witnessed=True)
 CONTROL_BF16 = replace(BF16, witnessed=True)
 CHECKS = {"sum of local gradients", "sum, worst piece", "scale of the sum", "weights of the forward"}
-
-REDUCTIONS: dict[str, dict[str, Any]] = {
-    "scale 1.00001": {"reduced": scaled(1.00001)},
-    "duplicated": {"reduced": duplicated},
-    "one rank missing": {"reduced": one_rank_missing},
-    "unreduced": {"reduced": unreduced("blocks.1")},
-    "tail lost": {"reduced": tail_lost("blocks.1.w_up")},
-    "11 bits": {"reduced": stored_as(eleven_bits)},
-    "bf16": {"reduced": stored_as(bf16)},
-    "last microbatch only": {"microbatches": last_only},
-    "bf16 accumulation": {"microbatches": accumulated_in_bf16},
-}
 
 
 def own(verdict: Verdict) -> list[Any]:
@@ -86,7 +57,7 @@ def test_a_wrong_sum_is_found_in_the_reduction_whatever_it_is_held_against(bench
 
 def test_two_runs_with_the_same_fault_are_different_too(bench: Bench) -> None:
     """Equal bits prove nothing where both are wrong."""
-    wrong = broken(SEEN, reduced=duplicated)
+    wrong = broken(SEEN, **REDUCTIONS["duplicated"])
     verdict = bench.held(replace(wrong, replicate=1), wrong)
     assert verdict.outcome is Outcome.DIFFERENT
     assert "sum of local gradients (reduction" in verdict.sentence

@@ -49,6 +49,7 @@ class Witnessed:
     def __init__(self, bench: Bench, root: Path) -> None:
         self.bench, self.root = bench, root
         self.clean, self.control = load(bench.run(SEEN)), load(bench.run(CONTROL))
+        self.arithmetic = Arithmetic.of(self.clean.config)
         self.copies: dict[tuple[Any, ...], Record] = {}
 
     def saying(self, name: str, step: int, value: float, of: Record | None = None) -> Record:
@@ -69,10 +70,6 @@ class Witnessed:
     def folder(self) -> Path:
         """Of another copy."""
         return self.root / f"{len([*self.root.iterdir()])}" / "lab" / "run"
-
-    @property
-    def arithmetic(self) -> Arithmetic:
-        return Arithmetic.of(self.clean.config)
 
     def found(self, run: Record) -> list[tuple[str, int | None, str | None, Grade]]:
         """What does not pass of what a run says of itself."""

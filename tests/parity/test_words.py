@@ -43,12 +43,8 @@ def _without_a_followed_tensor(run: Path) -> None:
     facts = json.loads(path.read_text())
     path.write_text(json.dumps({**facts, "tensors": facts["tensors"][:-1]}))
     table = run / FOLDER / "tensors.f64"
-    count, steps = len(facts["tensors"]), 12
-    rows = table.read_bytes()
-    width = len(rows) // steps
-    table.write_bytes(
-        b"".join(rows[step * width : step * width + width * (count - 1) // count] for step in range(steps))
-    )
+    rows = np.fromfile(table).reshape(SEEN.steps, len(facts["tensors"]), -1)
+    rows[:, :-1].tofile(table)
 
 
 TWIN = replace(SEEN, replicate=1)
@@ -74,18 +70,12 @@ def wrong_words(bench: Bench, folder: Path) -> Iterator[str]:
     equal, bare = told("equal", SEEN, TWIN), told("equal, no capture", SEEN, TWIN, _without_capture)
     if " gradient" not in equal or " gradient" in bare:
         yield f"bits of gradients: {bare}"
-    count = len(bench_tensors(bench))
-    if f"; of tensors, {count - 1} of {count} in every step" not in told(
-        "a tensor less", SEEN, CONTROL, _without_a_followed_tensor
-    ):
+    count = len(json.loads((bench.run(SEEN) / FOLDER / STREAM).read_text())["tensors"])
+    less = told("a tensor less", SEEN, CONTROL, _without_a_followed_tensor)
+    if f"; of tensors, {count - 1} of {count} in every step" not in less:
         yield "of every tensor"
     if "of tensors" in told("all tensors", SEEN, CONTROL):
         yield "of too few tensors"
-
-
-def bench_tensors(bench: Bench) -> list[str]:
-    facts = json.loads((bench.run(SEEN) / FOLDER / STREAM).read_text())
-    return [tensor["name"] for tensor in facts["tensors"]]
 
 
 WORDS = {
@@ -182,16 +172,12 @@ def wrong_intervals(bench: Bench, folder: Path) -> Iterator[str]:
         rows[8, step_columns(SKETCHES).index("again")] = 0.0
 
     control = damaged(bench.run(CONTROL), folder / "control" / "lab" / "control", ninth)
-    for number, (off, said) in enumerate(
-        (
-            ((0.0, 0.0, 0.5), "; begun after step 6, the last one worked out again, and right, before it"),
-            ((0.0, 1e-6, 0.5), "; begun after step 1, the last one worked out again, and right, before it"),
-            (
-                (float("nan"), float("nan"), 0.5),
-                "; begun at any step so far: none before it was worked out again, and right",
-            ),
-        )
-    ):
+    cases = [
+        ((0.0, 0.0, 0.5), "; begun after step 6, the last one worked out again, and right, before it"),
+        ((0.0, 1e-6, 0.5), "; begun after step 1, the last one worked out again, and right, before it"),
+        ((np.nan, np.nan, 0.5), "; begun at any step so far: none before it was worked out again, and right"),
+    ]
+    for number, (off, said) in enumerate(cases):
         arm = damaged(bench.run(SEEN), folder / str(number) / "lab" / "arm", again(*off))
         for other, known in ((control, ": "), (bench.run(AHEAD), BESIDES)):
             for pair in ((arm, other), (other, arm)):

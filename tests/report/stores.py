@@ -8,10 +8,9 @@ from pathlib import Path
 
 from harness.store import provenance, status
 from harness.store.status import State
-from tests.parity.arms import Arm, broken
-from tests.parity.corpus import FP32, OURS
+from tests.parity.corpus import DOUBLED, FP32, OURS
 from tests.parity.edits import edit_config, edit_json
-from tests.parity.lab import as_study, write
+from tests.parity.lab import as_study, pair, write
 
 EVIL = "<img src=x onerror=alert(1)>$x$|`@all`"
 QUESTION = f"Is it <script>alert(1)</script> the same & is {EVIL} told?"
@@ -20,8 +19,7 @@ ERROR = 'Traceback (most recent call last):\n  <script src="http://evil.example/
 
 def whole(root: Path) -> Path:
     """A study of a control and an arm, both done, under `root`; the arm's directory."""
-    control, arm = (write(root, each, ("study=lab", "notes=it's")) for each in (FP32, OURS))
-    as_study(root, {control: None, arm: control}, "Is it the same?")
+    control, arm = pair(root, "study=lab", "notes=it's")
     for run in (control, arm):
         edit_json(run / "provenance.json", sources_digest=provenance.sources_digest())
     return arm
@@ -30,11 +28,8 @@ def whole(root: Path) -> Path:
 def broken_study(root: Path) -> None:
     """A control, an arm that is the same, one with doubled gradients, one that failed, one that is lost, one whose
     files are damaged, and a cell that was never started."""
-    doubled: Arm = broken(
-        replace(OURS, k=1), reduced=lambda mean, _, __: {name: 2 * grad for name, grad in mean.items()}
-    )
     others = [replace(OURS, replicate=number) for number in (1, 2, 3, 4)]
-    control, same, bad, failed, lost, damaged, never = (write(root, each) for each in (FP32, OURS, doubled, *others))
+    control, same, bad, failed, lost, damaged, never = (write(root, each) for each in (FP32, OURS, DOUBLED, *others))
     as_study(root, {control: None, **dict.fromkeys((same, bad, failed, lost, damaged, never), control)}, QUESTION)
     for run in (control, same, bad, failed, lost):
         edit_json(run / "provenance.json", sources_digest=provenance.sources_digest())

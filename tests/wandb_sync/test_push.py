@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,7 @@ from harness.store.wandb_run import outcome
 from harness.wandb_sync.dashboard import BAND, VERDICTS, as_json, dashboard
 from harness.wandb_sync.push import summary_id
 from harness.wandb_sync.sync import distance
-from tests.parity.arms import broken
-from tests.parity.corpus import FP32, OURS
+from tests.parity.corpus import DOUBLED, FP32, OURS
 from tests.parity.edits import edit_json
 from tests.parity.lab import as_study, write
 from tests.support import wandb_file
@@ -32,8 +30,7 @@ KEY = "fedcba9876543210" * 5
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A control, an arm that is the same, and one whose gradients are doubled."""
     store = tmp_path_factory.mktemp("store")
-    bad = broken(replace(OURS, k=1), reduced=lambda mean, _, __: {name: 2 * grad for name, grad in mean.items()})
-    control, clean, doubled = (write(store, each) for each in (FP32, OURS, bad))
+    control, clean, doubled = (write(store, each) for each in (FP32, OURS, DOUBLED))
     as_study(store, {control: None, clean: control, doubled: control}, "Is it the same?")
     for run in (control, clean, doubled):
         edit_json(run / "provenance.json", sources_digest=provenance.sources_digest())
