@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,26 +34,19 @@ class Documented(NamedTuple):
     """None where there is no docstring."""
 
 
-def documented(node: ast.AST, prefix: str = "") -> Iterator[Documented]:
-    """Everything of a module, class or function that has a name, and every name with a text below it."""
-    for body in (getattr(node, name, []) for name in ("body", "orelse", "finalbody", "handlers")):
-        yield from of_body(body, prefix)
+def documented(module: ast.Module) -> Iterator[Documented]:
+    """Everything of a module that has a name, and every name with a text below it."""
+    for node in ast.walk(module):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield Documented(node.name, node.lineno, ast.get_docstring(node))
+        bodies = (getattr(node, name, None) for name in ("body", "orelse", "finalbody"))
+        for each, below in pairwise(chain(*(body for body in bodies if isinstance(body, list)))):
+            if isinstance(each, ast.Assign | ast.AnnAssign) and (text := literal(below)) is not None:
+                target = each.target if isinstance(each, ast.AnnAssign) else each.targets[0]
+                yield Documented(ast.unparse(target), each.lineno, text)
 
 
-def of_body(body: list[ast.stmt], prefix: str) -> Iterator[Documented]:
-    """What `documented` finds in statements that follow each other."""
-    for each, below in zip(body, [*body[1:], None], strict=False):
-        if isinstance(each, ast.FunctionDef | ast.ClassDef):
-            yield Documented(prefix + each.name, each.lineno, ast.get_docstring(each))
-        inner = f"{prefix}{each.name}." if isinstance(each, ast.FunctionDef | ast.ClassDef) else prefix
-        yield from documented(each, inner)
-        text = literal(below)
-        if isinstance(each, ast.Assign | ast.AnnAssign) and text is not None:
-            target = each.target if isinstance(each, ast.AnnAssign) else each.targets[0]
-            yield Documented(prefix + ast.unparse(target), each.lineno, text)
-
-
-def literal(node: ast.stmt | None) -> str | None:
+def literal(node: ast.stmt) -> str | None:
     """The text of a statement that is nothing but one."""
     value = node.value if isinstance(node, ast.Expr) else None
     return value.value if isinstance(value, ast.Constant) and isinstance(value.value, str) else None
@@ -101,14 +95,11 @@ def test_an_entry_tells_what_each_of_its_arguments_does(file: str, entry: str) -
     ("source", "told"),
     [
         ('def f():\n    """Of these, in the same order."""', "f leans"),
-        ('class A:\n    @property\n    def b(self):\n        """Whether that takes memory."""', "A.b leans"),
-        ('class A:\n    """A."""\n    x: int\n    """Its place."""', "A.x leans"),
+        ('class A:\n    @property\n    def b(self):\n        """Whether that takes memory."""', "b leans"),
+        ('class A:\n    """A."""\n    x: int\n    """Its place."""', "x leans"),
         ('@cached\ndef _f():\n    """They differ."""', "_f leans"),
-        (
-            'class A:\n    """A."""\n    def __init__(self):\n        self.x = 1\n        """Of those."""',
-            "__init__.self.x leans",
-        ),
-        ('def _f():\n    if a:\n        x = 1\n        """The same as it is."""', "_f.x leans"),
+        ('class A:\n    def __init__(self):\n        self.x = 1\n        """Of those."""', "self.x leans"),
+        ('def _f():\n    if a:\n        x = 1\n        """The same as it is."""', "x leans"),
     ],
 )
 def test_a_leaning_docstring_is_found(source: str, told: str) -> None:

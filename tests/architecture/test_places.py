@@ -22,7 +22,7 @@ from tests.architecture.places import ROOT, Copy
 Place = tuple[str, str, str]
 """File, what is written into it, and before what; no text there begins a file of its own."""
 
-VOCABULARY, PLACEMENT = "harness/fsdp/vocabulary.py", "harness/fsdp/storage/placement.py"
+BUILD, CONTEXT = "harness/fsdp/build.py", "@dataclass(frozen=True)\nclass BuildContext:"
 
 ADDED: dict[str, list[Place]] = {
     "option": [
@@ -35,9 +35,9 @@ ADDED: dict[str, list[Place]] = {
             "    prefetch: int = option(",
         ),
         (
-            "harness/fsdp/build.py",
+            BUILD,
             "def cups(options: Options) -> int:\n    return options.example_option or 0\n\n\n",
-            "@dataclass(frozen=True)\nclass BuildContext:",
+            CONTEXT,
         ),
     ],
     "engine": [
@@ -57,12 +57,12 @@ ADDED: dict[str, list[Place]] = {
     ],
     "sharding": [
         (
-            VOCABULARY,
+            "harness/fsdp/vocabulary.py",
             '    tea = "tea", "As optim, by another name.", "hftea"\n',
             "\n\nclass GradBuffer(Choice):",
         ),
         (
-            PLACEMENT,
+            "harness/fsdp/storage/placement.py",
             "    OuterStrategy.tea: (REPLICATE, SHARD, PARTIAL, PARTIAL, SHARD, SHARD),\n",
             '}\n"""Placement of each buffer (in the order of `Placements`) on the outer axis',
         ),
@@ -79,11 +79,7 @@ ADDED: dict[str, list[Place]] = {
             "    sugar_dtype: torch.dtype | None = None\n",
             "    allow_low_precision_grads: bool = False\n    param_dtype",
         ),
-        (
-            "harness/fsdp/build.py",
-            "def lumps(policy: MixedPrecisionPolicy) -> object:\n    return policy.sugar_dtype\n\n\n",
-            "@dataclass(frozen=True)\nclass BuildContext:",
-        ),
+        (BUILD, "def lumps(policy: MixedPrecisionPolicy) -> object:\n    return policy.sugar_dtype\n\n\n", CONTEXT),
     ],
 }
 """What each example needs: with one place less, some answer below is another, or there are none."""

@@ -88,7 +88,7 @@ def classes() -> Iterator[type]:
         )
 
 
-def test_private_methods_that_are_overridden_are_declared() -> None:
+def test_private_methods_that_are_overridden_are_declared_and_there_are_few() -> None:
     found = {
         name
         for kind in classes()
@@ -98,9 +98,6 @@ def test_private_methods_that_are_overridden_are_declared() -> None:
         if is_private(name) and name not in ("_abc_impl", "_backward_cls")
     }
     assert found <= {*OVERRIDDEN}
-
-
-def test_there_are_few() -> None:
     assert len({*filter(is_private, NAMES), *OVERRIDDEN}) <= MOST
 
 
@@ -177,7 +174,7 @@ def test_one_that_is_gone_is_told_where_it_is_used(monkeypatch: pytest.MonkeyPat
 # -- each does what the engine takes it for ----------------------------------------------------------------------------
 
 
-def test_tensors_and_storages() -> None:
+def test_tensors_storages_and_slots() -> None:
     x = torch.ones(4)
     before = private_torch.version_of(x)
     x.add_(1)
@@ -189,13 +186,9 @@ def test_tensors_and_storages() -> None:
     assert not private_torch.accumulation_hooks(param)
     param.register_post_accumulate_grad_hook(print)
     assert list((private_torch.accumulation_hooks(param) or {}).values()) == [print]
-
-
-def test_parameters_of_a_module_are_its_slots() -> None:
     linear = nn.Linear(2, 2)
-    slots, other = private_torch.parameters_of(linear), nn.Parameter(torch.ones(2))
-    slots["bias"] = other
-    assert linear.bias is other
+    private_torch.parameters_of(linear)["bias"] = param
+    assert linear.bias is param, "parameters of a module are its slots"
 
 
 def test_subclasses_are_plain_tensors() -> None:
@@ -234,32 +227,23 @@ def test_a_backward_tells_what_runs() -> None:
 
 def test_transforms_are_seen() -> None:
     seen: list[bool] = []
-
-    def note(x: Tensor) -> Tensor:
-        seen.append(private_torch.in_transform())
-        return x
-
-    torch.func.vmap(note)(torch.ones(2))
+    torch.func.vmap(lambda x: seen.append(private_torch.in_transform()) or x)(torch.ones(2))
     seen += [private_torch.in_transform(), private_torch.is_tracing()]
     assert seen == [True, False, False]
 
 
-def test_schemas_tell_what_is_written() -> None:
-    assert private_torch.schema_of(torch.ops.aten.add_.Tensor).is_mutable
-    assert not private_torch.schema_of(torch.ops.aten.add.Tensor).is_mutable
+def test_schemas_tell_what_is_written_and_foreach_takes_the_classes_that_are_listed() -> None:
+    add = torch.ops.aten.add
+    assert [private_torch.schema_of(each.Tensor).is_mutable for each in (torch.ops.aten.add_, add)] == [True, False]
+    assert all(DTensor in types for types in private_torch.foreach_types)
 
 
 def test_pytrees_are_flattened() -> None:
-    leaves, shape = private_torch.tree_flatten({"a": [1, 2], "b": (3,)})
-    assert leaves == private_torch.tree_leaves({"a": [1, 2], "b": (3,)}) == [1, 2, 3]
-    assert private_torch.tree_unflatten([2, 3, 4], shape) == private_torch.tree_map(
-        lambda x: x + 1, {"a": [1, 2], "b": (3,)}
-    )
+    tree = {"a": [1, 2], "b": (3,)}
+    leaves, shape = private_torch.tree_flatten(tree)
+    assert leaves == private_torch.tree_leaves(tree) == [1, 2, 3]
+    assert private_torch.tree_unflatten([2, 3, 4], shape) == private_torch.tree_map(lambda x: x + 1, tree)
     assert private_torch.tree_map_only(int, str, [1, "a"]) == ["1", "a"]
-
-
-def test_foreach_takes_the_classes_that_are_listed() -> None:
-    assert all(DTensor in types for types in private_torch.foreach_types)
 
 
 def test_groups_tell_their_backends(tmp_path: Path) -> None:

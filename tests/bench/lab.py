@@ -112,14 +112,9 @@ def record(root: Path, configs: Sequence[dict[str, Any]]) -> None:
     """Write `study.json`: the control of every arm is DDP in its block."""
     controls, listed = {}, {signature(values) for values in configs}
     for values in configs:
-        control = signature(config_like(values, "ddp", "no_shard"))
+        other = json.loads(json.dumps(values))
+        other["engine"]["name"], other["sharding"]["strategy"] = "ddp", "no_shard"
+        control = signature(other)
         if signature(values) != control and control in listed:
             controls[signature(values)] = control
     write_study(root, [Cell(values) for values in configs], controls)
-
-
-def config_like(values: dict[str, Any], engine: str, strategy: str) -> dict[str, Any]:
-    """The same cell with another engine."""
-    other: dict[str, Any] = json.loads(json.dumps(values))
-    other["engine"]["name"], other["sharding"]["strategy"] = engine, strategy
-    return other

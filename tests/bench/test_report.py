@@ -28,6 +28,12 @@ def row(found: Report, engine: str, strategy: str) -> Any:
     return SimpleNamespace(**match)
 
 
+def studied(root: Path, **named: Any) -> Report:
+    """The report on a made-up study."""
+    lab.record(root, lab.study(root, **named))
+    return report(root, "lab")
+
+
 def name_of(row: dict[str, Any]) -> str:
     return " ".join(filter(None, (row["engine"], row["strategy"], row["detail"])))
 
@@ -54,10 +60,6 @@ def test_rows_are_medians_over_processes_without_the_warm_up(root: Path) -> None
     assert ddp.is_reference
     assert ddp.ratio is None
     assert ddp.blocks == [0, 1, 2, 3, 4]
-
-
-def test_ratios_are_to_the_control_of_the_study(root: Path) -> None:
-    found = report(root, "lab")
     native = row(found, "native", "optim_grads").ratio
     assert (native.low, native.value, native.high) == pytest.approx((1.5 * 1.0 / 1.0,) * 3, rel=0.03)
     assert not native.includes_one
@@ -71,10 +73,8 @@ def text(found: Report) -> str:
 
 def test_what_is_not_told_apart_says_so(tmp_path: Path) -> None:
     noisy = {0: 1.2, 1: 0.9, 2: 1.0, 3: 1.1, 4: 0.8}
-    configs = lab.study(tmp_path, factor=lambda engine, _, block: noisy[block] if engine == "native" else 1.0)
-    lab.record(tmp_path, configs)
-    found = report(tmp_path, "lab")
-    assert "includes 1" in text(found)
+    factor = lambda engine, _, block: noisy[block] if engine == "native" else 1.0  # noqa: E731
+    assert "includes 1" in text(studied(tmp_path, factor=factor))
 
 
 def test_arms_of_two_models_are_told_apart(tmp_path: Path) -> None:
@@ -107,8 +107,7 @@ def test_disturbed_blocks_are_flagged_and_kept(tmp_path: Path) -> None:
         heavy = {"at_start": 1.0, "at_end": 3.5, "others_cores": 0.4, "timed_s": 1.0}
         return {"load": heavy} if here else {}
 
-    lab.record(tmp_path, lab.study(tmp_path, change=busy))
-    found = report(tmp_path, "lab")
+    found = studied(tmp_path, change=busy)
     (note,) = found.notes
     assert note.startswith("block 2 is disturbed: lab/tiny-fsdp2")
     assert "load average 3.5 with 2 ranks" in note
@@ -121,27 +120,21 @@ def test_plans_stand_beside_what_was_measured_and_a_peak_off_its_plan_is_named(t
     def change(values: dict[str, Any]) -> dict[str, Any]:
         return {"planned": {"kept": 90, "peak": 2**19 if values["engine"]["name"] == "fsdp1" else 305, "sent": 2**20}}
 
-    lab.record(tmp_path, lab.study(tmp_path, blocks=1, change=change))
-    found = report(tmp_path, "lab")
+    found = studied(tmp_path, blocks=1, change=change)
     assert len([note for note in found.notes if "leaves the plan by -99.9%" in note and "fsdp1" in note]) == 2
     shown = [(COLUMNS["planned peak"](row), COLUMNS["planned sent"](row)) for row in found.rows]
     assert set(shown) == {("0.00", "1.00"), ("0.50", "1.00")}
 
 
 def test_two_machines_cannot_be_compared(tmp_path: Path) -> None:
-    lab.record(
-        tmp_path, lab.study(tmp_path, change=lambda v: {"cpu_model": f"processor {v['train']['replicate'] % 2}"})
-    )
-    found = report(tmp_path, "lab")
+    found = studied(tmp_path, change=lambda v: {"cpu_model": f"processor {v['train']['replicate'] % 2}"})
     assert found.exit_code == 4
     assert found.mixed == ["cpu_model: processor 0 and processor 1"]
     assert "NOT COMPARABLE: the runs differ in cpu_model" in text(found)
 
 
 def test_runs_of_other_sources_are_left_out(tmp_path: Path) -> None:
-    stale = lambda v: {"sources_digest": "older"} if v["train"]["replicate"] == 0 else {}  # noqa: E731
-    lab.record(tmp_path, lab.study(tmp_path, change=stale))
-    found = report(tmp_path, "lab")
+    found = studied(tmp_path, change=lambda v: {"sources_digest": "older"} if v["train"]["replicate"] == 0 else {})
     assert len(found.missing) == 6
     assert {reason.split(":")[0] for reason in found.missing.values()} == {"stale"}
     assert row(found, "ddp", "no_shard").blocks == [1, 2, 3, 4]

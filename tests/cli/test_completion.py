@@ -13,8 +13,8 @@ import pytest
 from harness.cli import completion
 from harness.cli.completion import install
 from harness.cli.main import VERBS, main, request_help
-from tests.parity.corpus import FP32, OURS
-from tests.parity.lab import as_study, write
+from harness.config.catalog import ROOT
+from tests.parity.lab import pair
 from tests.support.mutants import finds
 from tests.support.needs import needs
 
@@ -33,8 +33,7 @@ ASKED = {
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A store with one study, and the console script on the way."""
     here = tmp_path_factory.mktemp("shell")
-    control, arm = (write(here / "runs", each) for each in (FP32, OURS))
-    as_study(here / "runs", {control: None, arm: control}, "Is it the same?")
+    pair(here / "runs")
     for name, words in {"python": "", "harness": " -m harness"}.items():
         (here / "bin").mkdir(exist_ok=True)
         (here / "bin" / name).write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)}{words} "$@"\n')
@@ -56,10 +55,7 @@ def completes(folder: Path, begins: str) -> None:
     """bash has rules for both programs after the script `begins`, and puts there what `ASKED` says."""
     ask = 'COMP_LINE="$1"; COMP_POINT=${#COMP_LINE}; COMPREPLY=(); _harness_completion; echo "[${COMPREPLY[*]}]"'
     asked = "\n".join([f"ask() {{ {ask}; }}", *(f"ask '{line}'" for line in ASKED)])
-    environment = os.environ | {
-        "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
-        "PYTHONPATH": str(Path(__file__).parents[2]),
-    }
+    environment = os.environ | {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
     command = ["bash", "--norc", "-c", f"{begins}\ncomplete -p python harness\n{asked}"]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=200)
     assert done.stderr == ""
@@ -77,15 +73,11 @@ def test_bash_completes_what_is_typed(folder: Path) -> None:
 def test_verbs_and_studies_are_offered(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
     assert completion.candidates("harness verd", VERBS) == ["verdict"]
-    assert (
-        completion.candidates("harness verdict --root=runs ", VERBS)
-        == completion.candidates("harness verdict ", VERBS)
-        == ["lab"]
-    )
-    for nowhere in (f"--root {folder}/nowhere", f"--root={folder}/nowhere"):
-        assert completion.candidates(f"harness verdict {nowhere} ", VERBS) == []
-    assert completion.candidates("python run.py ", VERBS) == completion.candidates("harness nope ", VERBS) == []
-    assert completion.candidates("python other.py ", VERBS) == []
+    for words in ("harness verdict --root=runs ", "harness verdict "):
+        assert completion.candidates(words, VERBS) == ["lab"]
+    nowhere = (f"harness verdict --root{sign}{folder}/nowhere " for sign in " =")
+    for words in (*nowhere, "python run.py ", "harness nope ", "python other.py "):
+        assert completion.candidates(words, VERBS) == []
 
 
 def test_help_begins_with_a_screen(capsys: pytest.CaptureFixture[str]) -> None:

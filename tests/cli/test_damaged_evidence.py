@@ -206,10 +206,6 @@ def older(run: Path) -> None:
     (run / status.FILE).write_text(json.dumps(written))
 
 
-def test_what_is_demanded_of_the_list(pair: Pair, tmp_path: Path) -> None:
-    assert not [*expectations_that_fail(pair, tmp_path)]
-
-
 test_a_mutant_is_found = finds(
     AREA,
     expectations_that_fail="""

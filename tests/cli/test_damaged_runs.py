@@ -44,14 +44,8 @@ MEMORY = 6 * 2**30
 FILES = (
     *("config.yaml", "overrides.txt", "status.json", "metrics.jsonl", "summary.json", "provenance.json", "diff.patch"),
     *("attempts", "attempts/0", "attempts/0/error.txt", ".lock", ".status.lock", "ckpt", "capture"),
-    *(
-        "capture/step-000001.safetensors",
-        "capture/rounding-000001.json",
-        "step_checks/stream.json",
-        "step_checks/steps.f64",
-        "step_checks/tensors.f64",
-    ),
-    *("../study.json", "../.lock", "../../.last", "../../.store"),
+    *("capture/step-000001.safetensors", "capture/rounding-000001.json", "step_checks/stream.json"),
+    *("step_checks/steps.f64", "step_checks/tensors.f64", "../study.json", "../.lock", "../../.last", "../../.store"),
 )
 
 LIST = "checksums.json"
@@ -208,11 +202,8 @@ def test_no_damage_of_what_was_listed_makes_a_verb_fall(listed: Path, tmp_path: 
 
 ESCAPES = "\x1b[2J\x1b]0;mine\x07\x9b1m\r\u202e\x1b[8m"
 TEXTS = {
-    "facts": (
-        *("status.json", "overrides.txt", "attempts/0/error.txt", "provenance.json", "summary.json"),
-        "../../.last",
-    ),
-    "settings": (*("config.yaml", "../study.json", "metrics.jsonl", "step_checks/stream.json"),),
+    "facts": ["status.json", "overrides.txt", "attempts/0/error.txt", "provenance.json", "summary.json", "../../.last"],
+    "settings": ["config.yaml", "../study.json", "metrics.jsonl", "step_checks/stream.json"],
 }
 """Every file of a store that holds text, by what is planted together."""
 READ_BY_CODE = ("state", "keeper", "sources_digest", "signature", "directory", "control", "capture_steps")

@@ -13,8 +13,7 @@ from harness.launch import watch
 from harness.store import provenance, status
 from harness.store.labels import named
 from harness.store.status import State, Status
-from tests.parity.arms import Arm, broken
-from tests.parity.corpus import FP32, OURS
+from tests.parity.corpus import DOUBLED, FP32, OURS
 from tests.parity.edits import edit_json
 from tests.parity.lab import as_study, write
 from tests.support.mutants import finds
@@ -26,8 +25,8 @@ ROOT = Path(__file__).parents[2]
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A study: a control, a clean arm, one whose gradients are doubled, one that failed with a long reason."""
     store = tmp_path_factory.mktemp("store")
-    bad: Arm = broken(replace(OURS, k=1), reduced=lambda mean, _, __: {name: 2 * grad for name, grad in mean.items()})
-    control, clean, doubled, failed = (write(store, each) for each in (FP32, OURS, bad, replace(OURS, replicate=1)))
+    arms = (FP32, OURS, DOUBLED, replace(OURS, replicate=1))
+    control, clean, doubled, failed = (write(store, each) for each in arms)
     as_study(store, {control: None, clean: control, doubled: control, failed: control}, "Is it the same? " * 9)
     for run in (control, clean, doubled, failed):
         edit_json(run / "provenance.json", sources_digest=provenance.sources_digest())
@@ -68,16 +67,10 @@ STUDIES = {2: ["single-no_shard-fp32-dp1-k4", GRID[10]], 6: GRID[7:13], 30: GRID
 
 
 def the_rows(cells: int) -> list[watch.Row]:
-    return [
-        watch.Row(f"tiny-{name}-{place:08x}", "s", *STATES[place % 4], _columns(place))
-        for place, name in enumerate(STUDIES[cells])
-    ]
-
-
-def _columns(place: int) -> dict[str, str]:
-    return watch.columns(
-        STATES[place % 4][0], place % 5 == 0, 20, {"steps_done": 3, "final_loss": 3.3, "step_time_s": 0.123}
-    )
+    known = {"steps_done": 3, "final_loss": 3.3, "step_time_s": 0.123}
+    shown = [watch.columns(STATES[place % 4][0], place % 5 == 0, 20, known) for place in range(cells)]
+    named = enumerate(zip(STUDIES[cells], shown, strict=True))
+    return [watch.Row(f"tiny-{name}-{n:08x}", "s", *STATES[n % 4], columns) for n, (name, columns) in named]
 
 
 @pytest.mark.parametrize("columns", [60, 80, 100])

@@ -11,7 +11,6 @@ import shutil
 import subprocess
 import sys
 import venv
-from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 
@@ -100,39 +99,31 @@ def test_the_dependencies_are_those_of_the_package() -> None:
     assert {each.lower() for (each, *_) in named.values()} == wanted - {"torch"}
 
 
-Check = Callable[..., None]
-MUTANTS: dict[str, tuple[Check, str, str, str, str]] = {
-    "run.py asks too late": (
-        test_what_is_missing_is_named,
-        *("run.py", "interpreter.require()", "pass"),
-        "run.py imports what the interpreter lacks before it asks",
-    ),
-    "verbs ask too late": (
-        test_what_is_missing_is_named,
-        *("harness/command.py", "interpreter.require()", "pass"),
-        "A verb imports what the interpreter lacks before it asks",
-    ),
-    "old": (
-        test_an_interpreter_that_is_too_old_is_told_so,
-        *("harness/store/interpreter.py", "if sys.version_info < OLDEST:", "if not sys.version_info:"),
-        "An interpreter that is too old is told to install packages",
-    ),
-    "old, and installed": (
-        test_no_environment_is_made_of_one_that_is_too_old,
-        *("Makefile", "sys.version_info >= (3, 11)", "True"),
-        "make installs into an interpreter that is too old",
-    ),
-    "unreadable": (
-        test_an_interpreter_that_is_too_old_is_told_so,
-        *("harness/store/interpreter.py", "    lack = lacking()\n    if lack:", "    if lack := lacking():"),
-        "An old interpreter cannot read the file that refuses it",
-    ),
+MUTANTS = """
+run.py asks too late: run.py imports what the interpreter lacks before it asks
+    test_what_is_missing_is_named | run.py | interpreter.require() | pass
+verbs ask too late: A verb imports what the interpreter lacks before it asks
+    test_what_is_missing_is_named | harness/command.py | interpreter.require() | pass
+old: An interpreter that is too old is told to install packages
+    test_an_interpreter_that_is_too_old_is_told_so | harness/store/interpreter.py
+    | if sys.version_info < OLDEST: | if not sys.version_info:
+old, and installed: make installs into an interpreter that is too old
+    test_no_environment_is_made_of_one_that_is_too_old | Makefile | sys.version_info >= (3, 11) | True
+unreadable: An old interpreter cannot read the file that refuses it
+    test_an_interpreter_that_is_too_old_is_told_so | harness/store/interpreter.py
+    | lack = lacking()\\n    if lack: | if lack := lacking():
+"""
+"""Name, mistake; check, file, and what is changed in it."""
+ROWS = {
+    name: (breaks, [part.strip().replace("\\n", "\n") for part in edit.split("|")])
+    for name, breaks, edit in re.findall(r"^(\S[^:\n]*): (.*)\n((?: .*\n)+)", MUTANTS, re.M)
 }
 
 
-@pytest.mark.parametrize("name", each("The terminal", [(name, row[-1]) for name, row in MUTANTS.items()]))
+@pytest.mark.parametrize("name", each("The terminal", [(name, breaks) for name, (breaks, _) in ROWS.items()]))
 def test_mutants_are_found(name: str, request: pytest.FixtureRequest, checkout: Path) -> None:
-    check, file, old, new, _ = MUTANTS[name]
+    check_name, file, old, new = ROWS[name][1]
+    check = globals()[check_name]
     text = (checkout / file).read_text(encoding="utf-8")
     assert text.count(old) in (1, 2), f"{old!r} stands {text.count(old)} times in {file}"
     (checkout / file).write_text(text.replace(old, new), encoding="utf-8")

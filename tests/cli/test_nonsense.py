@@ -29,20 +29,8 @@ ${train.steps} ${train} ${measure.capture_steps} ${nope} ${ ${oc.env:HOME} ${oc.
 a,b range(3) interval(0,1) choice(a,b) glob(*) sort(3,1) shuffle(1,2) range(1,5,0) range(0,1e9) range(0,inf) choice() ٣
 ~nobody/x ~ /dev/null /proc/1/mem . .. / %s * = a=b &a *a @ @last 1e400 ü \ ' !!python/object:os.system
 """
-ODD = (
-    "",
-    "{a: 1}",
-    "'a\nb'",
-    "'\t'",
-    "'a b'",
-    "x" * 5000,
-    "/" + "x/" * 3000,
-    "9" * 5000,
-    "\x7f",
-    "'\u202e'",
-    "'\u2028'",
-)
-VALUES = (*PLAIN.split(), *ODD)
+LONG = ("x" * 5000, "/" + "x/" * 3000, "9" * 5000)
+VALUES = (*PLAIN.split(), *LONG, "", "{a: 1}", "'a\nb'", "'\t'", "'a b'", "\x7f", "'\u202e'", "'\u2028'")
 FLAGS = """
 -m --cfg=job --cfg=nope --package=train --resolve --info --info=all --hydra-help --help --from=@last --from= --version
 --from=/dev/zero --config-dir=/tmp --shell-completion --shell-completion=install=bash -sc=query=bash -c -p -- -x --run
@@ -100,7 +88,6 @@ OF_SECRETS = (
 @pytest.fixture(scope="module")
 def asker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Asker]:
     folder = tmp_path_factory.mktemp("nonsense")
-    (folder / "short.txt").write_text("a" * 300)
     poison_torch(folder)
     options = folder / "own" / "model"
     options.mkdir(parents=True)
@@ -146,27 +133,21 @@ shardng=optim => did you mean sharding
 engine.name=natve => did you mean engine.name=native?
 engine=horovod => ddp, deepspeed, ext, fsdp1
 train.steps= => a whole number
-train.seed=99999999999999999999 => 0 to 9,223,372,036,854,775,807
+train.steps={digits} => more digits than are read
 +new=1 => cannot be added
 ~engine => cannot be removed
-native => 'native': is not key=value
-'' => is not key=value
 --verbose => run.py --help
 train.steps=5 train.steps=6 => is given 2 times
 sharding=optim,no_shard => run.py -m sharding=optim,no_shard
 data=text "data.path=it's" => cannot be read
-data=text data.path={tmp}/short.txt => train.global_batch_size=16
 launch.root=/proc/runs => /proc/runs: No such file
-cluster=slurm => sbatch
 study=parity_pair => run.py -m study=parity_pair
 -m study=parity_par => did you mean study=parity_pair?
 --from 0123abcd => 0123abcd
 -m engine=ddp,native sharding=optim_grads => in 1 of 2 cells
-train.steps=0 optimizer.lr=-1 data.seq_len=4096 => 3 problems
 study.skip_if=[[1]] => takes a list of texts
 study.skip_if=${measure.capture_steps} => takes a list of texts
 "measure.callbacks=[{a: 1}]" => takes a list of texts
-measure.capture_steps=[[1]] => takes a list of whole numbers
 -m study.grid.x=${train.steps} => takes axes
 -m study.control=${optimizer} => takes pairs
 --resolve launch.dry_run=true => goes with --cfg
@@ -188,12 +169,8 @@ def refusal(asker: Asker, words: Sequence[str]) -> str:
 
 @pytest.mark.parametrize("row", REFUSED.strip().splitlines())
 def test_a_bad_request_is_refused_and_explained(row: str, asker: Asker) -> None:
-    words, _, told = row.rpartition(" => ")
+    words, _, told = row.replace("{digits}", "9" * 5000).rpartition(" => ")
     assert told in refusal(asker, shlex.split(words)).replace("run.py' ", "run.py ")  # quoted in a path with spaces
-
-
-def test_more_digits_than_python_reads_are_refused(asker: Asker) -> None:
-    assert "more digits than are read" in refusal(asker, ["train.steps=" + "9" * 5000])
 
 
 @pytest.mark.parametrize("name", [*OPTIONS, "waits"])

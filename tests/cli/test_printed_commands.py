@@ -18,21 +18,14 @@ import pytest
 from harness.cli.arguments import read_arguments
 from harness.cli.main import main, read
 from harness.store import commands as commands_printed, provenance
-from tests.parity.corpus import FP32, OURS
 from tests.parity.edits import edit_json
-from tests.parity.lab import as_study, write
+from tests.parity.lab import pair
 from tests.support.bad_requests import Asker
 from tests.support.programs import run_program
 
 ROOT = Path(__file__).parents[2]
-PAGES = (
-    "README.md",
-    *(
-        f"docs/{name}.md"
-        for name in ("commands", "quickstart", "choosing", "reading_verdicts", "sweeps", "wandb", "slurm")
-    ),
-    *(f"docs/{name}.md" for name in ("adapter", "bisect", "checkpoints", "network", "report", "suite", "verdicts")),
-)
+GUIDES = "commands quickstart choosing reading_verdicts sweeps wandb slurm adapter bisect checkpoints network report"
+PAGES = ("README.md", "docs/suite.md", "docs/verdicts.md", *(f"docs/{name}.md" for name in GUIDES.split()))
 READS = ("compare", "verdict", "report", "watch", "show", "diff", "cancel", "gc")
 SLOW = ("study=engine_step_time", "study=dtype_policies", "study=stages_by_dtype", "model=odd")
 """Of so many cells that to compose them takes more than a second; and an engine that another line imports too."""
@@ -65,8 +58,7 @@ def of(kind: str) -> list[str]:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A store with a study of two runs, a checkpoint's folder, and an engine of one's own in mine.py."""
     here = tmp_path_factory.mktemp("walk")
-    control, arm = (write(here / "runs", each) for each in (FP32, OURS))
-    as_study(here / "runs", {control: None, arm: control}, "Is it the same?")
+    control, arm = pair(here / "runs")
     for run in (control, arm):
         edit_json(run / "provenance.json", sources_digest=provenance.sources_digest())
     (here / "runs" / ".last").write_text(f"lab/{arm.name}\n")
@@ -170,14 +162,10 @@ def test_what_the_console_script_prints_is_typed_as_the_console_script(
             assert read(then[1:])
 
 
-@pytest.mark.parametrize("command", of("make "))
-def test_a_target_exists(command: str) -> None:
-    target = shlex.split(command)[1]
-    assert re.search(rf"^{re.escape(target)}:", (ROOT / "Makefile").read_text(), re.M)
-
-
-@pytest.mark.parametrize("command", of("pytest") + of("python -m pytest"))
-def test_files_that_pytest_is_given_exist(command: str) -> None:
-    for word in shlex.split(command):
+@pytest.mark.parametrize("command", of("make ") + of("pytest") + of("python -m pytest"))
+def test_targets_of_make_and_files_that_pytest_is_given_exist(command: str) -> None:
+    program, *words = shlex.split(command)
+    assert program != "make" or re.search(rf"^{re.escape(words[0])}:", (ROOT / "Makefile").read_text(), re.M)
+    for word in words:
         if word.startswith(("tests/", "REPOSITORY/")):
             assert (ROOT / word.removeprefix("REPOSITORY/")).exists(), word

@@ -14,9 +14,9 @@ from harness.config.compose import Cell, compose, compose_cell, composed, defaul
 from harness.config.derived import may_leave_unused, parameter_count
 from harness.config.doc import settings
 from harness.config.errors import BadRequest
-from harness.config.schema import CkptPolicy, Config, EngineName, MeasureMode, Strategy
+from harness.config.schema import Config
 from harness.config.typed import MISSING, load_config
-from harness.store.rundir import Store
+from harness.store.rundir import Store, flatten
 from tests.support import composing
 from tests.support.programs import fork_trials
 
@@ -72,37 +72,39 @@ def test_every_option_composes(leaf: str, composer: Callable[[list[str]], Cell])
 
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(
-    ("request_", "said"),
-    [
-        ("fault.name=tests.faults.sums:drop_rnk", "fix:   fault.name=tests.faults.sums:drop_rank"),
-        ("fault.name=tests.faults.sums:torch", "valid: .*F02_doubled_each_microbatch"),
-    ],
+    ("name", "said"),
+    [("drop_rnk", "fix:   fault.name=tests.faults.sums:drop_rank"), ("torch", "valid: .*F02_doubled_each_microbatch")],
 )
-def test_a_name_that_is_no_fault_is_told_those_beside_it(request_: str, said: str) -> None:
+def test_a_name_that_is_no_fault_is_told_those_beside_it(name: str, said: str) -> None:
     with pytest.raises(BadRequest, match=said):
-        compose([*request_.split(), DRY])
+        compose([f"fault.name=tests.faults.sums:{name}", DRY])
 
 
-def test_the_default_cell() -> None:
-    cell = compose()
-    cfg = cell.typed
-    assert (cfg.engine.name, cfg.sharding.strategy) == (EngineName.native, Strategy.optim_grads_params)
-    assert (cfg.mesh.world_size, cfg.train.steps, cfg.model.name, cfg.data.kind.name) == (2, 20, "tiny", "stdlib")
-    assert cell.study == "adhoc"
-    assert cell.overrides == ()
+IMPLIED: dict[str, dict[str, object]] = {
+    "": {
+        "engine.name": "native",
+        "sharding.strategy": "optim_grads_params",
+        "mesh.world_size": 2,
+        "train.steps": 20,
+        "model.name": "tiny",
+        "data.kind": "stdlib",
+        "study.name": "adhoc",
+    },
+    "engine=ddp": {"sharding.strategy": "no_shard", "mesh.world_size": 2, "dtype.compute": "fp32"},
+    "engine=single": {"sharding.strategy": "no_shard", "mesh.world_size": 1},
+    "experiment=oracle": {"sharding.strategy": "no_shard", "mesh.world_size": 1, "dtype.compute": "fp64"},
+    "engine=deepspeed sharding=optim": {"sharding.strategy": "optim"},
+    "measure=bench": {"measure.mode": "bench", "ckpt.policy": "none", "measure.capture_steps": []},
+    "train.warmup_steps=${train.steps}": {"train.warmup_steps": 20},
+}
+"""What follows from words, but for what is typed."""
 
 
-@pytest.mark.parametrize(("option", "ranks"), [("engine=ddp", 2), ("engine=single", 1), ("experiment=oracle", 1)])
-def test_engines_that_replicate_imply_no_shard(option: str, ranks: int) -> None:
-    cfg = compose([option]).typed
-    assert (cfg.sharding.strategy, cfg.mesh.world_size) == (Strategy.no_shard, ranks)
-    assert cfg.dtype.compute.name == ("fp64" if option == "experiment=oracle" else "fp32")
-
-
-def test_what_is_typed_wins_over_what_is_implied() -> None:
-    assert compose(["engine=deepspeed", "sharding=optim"]).typed.sharding.strategy is Strategy.optim
-    with pytest.raises(BadRequest, match=r"sharding\.strategy=optim_grads.*engine=ddp"):
-        compose(["engine=ddp", "sharding=optim_grads"])
+@pytest.mark.parametrize("words", IMPLIED)
+def test_what_is_implied(words: str) -> None:
+    found = flatten(compose(words.split()).config)
+    assert {key: found[key] for key in IMPLIED[words]} == IMPLIED[words]
+    assert words != "measure=bench" or 3 <= found["measure.warmup_steps"] < found["train.steps"]
 
 
 def test_frozen_values_come_back_whole() -> None:
@@ -132,33 +134,16 @@ def test_paths_mean_the_same_wherever_a_rank_starts(tmp_path: Path, monkeypatch:
         compose(["ckpt.load=there"])
 
 
-def test_references_between_settings_are_resolved_or_refused() -> None:
-    assert compose(["train.warmup_steps=${train.steps}"]).typed.train.warmup_steps == 20
+def test_a_reference_to_nothing_is_refused() -> None:
     with pytest.raises(BadRequest, match="nowhere"):
         compose(["notes=${nowhere}"])
 
 
-def test_timing_implies_what_it_needs() -> None:
-    config = compose(["measure=bench"]).typed
-    assert config.measure.mode is MeasureMode.bench
-    assert config.ckpt.policy is CkptPolicy.none
-    assert config.measure.capture_steps == []
-    assert 3 <= config.measure.warmup_steps < config.train.steps
-
-
-@pytest.mark.parametrize(
-    ("overrides", "expected"),
-    [
-        ("model=tiny", False),
-        ("model=odd", True),
-        ("model=odd model.skip_idle=false", False),
-        ("model=moe", True),
-        ("model=moe model.experts_per_token=8", False),
-        ("model=moe model.skip_idle=false", False),
-    ],
-)
-def test_what_may_be_left_unused_is_known_without_building(overrides: str, expected: bool) -> None:
-    assert may_leave_unused(composing.compose(overrides.split()).typed) is expected
+def test_what_may_be_left_unused_is_known_without_building() -> None:
+    asked = ["tiny", "odd model.skip_idle=false", "moe model.experts_per_token=8", "moe model.skip_idle=false"]
+    asked += ["odd", "moe"]
+    found = [may_leave_unused(composing.compose(f"model={words}".split()).typed) for words in asked]
+    assert found == [False, False, False, False, True, True]
 
 
 @pytest.mark.parametrize(

@@ -99,37 +99,28 @@ def test_one_bad_value_of_an_axis_is_found() -> None:
     message = refused("sharding=optim,zero3,no_shard", multirun=True)
     assert "sharding=zero3" in message
     assert "sharding=optim:" not in message
-    assert "train.steps=abc" in refused("train.steps=5,abc", multirun=True)
 
 
-@pytest.mark.parametrize(
-    "word", ["range(1,5,0)", "shuffle(range(1,5,0))", "range(0,inf,1)", "range(nan,5)", "range(1,5,-0.0)"]
-)
-def test_a_range_without_an_end_is_told_as_one(word: str) -> None:
-    assert "never comes to its end" in refused(f"optimizer.lr={word}", multirun=True)
+AXES = {
+    "never comes to its end": "range(1,5,0) shuffle(range(1,5,0)) range(0,inf,1) range(nan,5) range(1,5,-0.0)",
+    str(MAX_SWEEP // 1000): "range(0,100000000000) range(0,-5)",
+    "matches no option": "glob(q*)",
+}
 
 
-@pytest.mark.parametrize("word", ["train.seed=range(0,100000000000)", "train.seed=range(0,-5)", "sharding=glob(q*)"])
-def test_axes_without_sense_are_refused_quickly(word: str) -> None:
-    assert str(MAX_SWEEP // 1000) in refused(word, multirun=True) or "matches no option" in refused(word, multirun=True)
+@pytest.mark.parametrize("told", AXES)
+def test_axes_without_sense_are_refused_quickly(told: str) -> None:
+    for word in AXES[told].split():
+        assert told in refused(f"{'sharding' if 'glob' in word else 'optimizer.lr'}={word}", multirun=True)
 
 
 @pytest.mark.parametrize(
     "word",
     [
-        *(
-            "sharding@foo=optim",
-            "train={steps: 5}",
-            "train.steps.x=1",
-            "train=5",
-            "notes.x=1",
-            "=",
-            "train.=5",
-            ".steps=5",
-        ),
+        *("sharding@foo=optim", "train={steps: 5}", "train.steps.x=1", "train=5", "notes.x=1", "=", "train.=5"),
         *("train.steps=[1]", "train.steps={a: 1}", "optimizer.betas=0.9", "optimizer.betas=[a,b]", "train.steps=true"),
         *("measure.capture_steps=[1.5]", "train.seed=interval(0,1)", "notes='unbalanced", "sharding=[optim,no_shard]"),
-        *("sharding=", "sharding=null", "notes=héé 雪", "notes='\udcff'", "+train.steps=5", "~train.steps"),
+        *(".steps=5", "sharding=", "sharding=null", "notes=héé 雪", "notes='\udcff'", "+train.steps=5", "~train.steps"),
     ],
 )
 def test_odd_words_are_refused_in_one_message(word: str) -> None:

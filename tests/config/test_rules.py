@@ -73,7 +73,6 @@ engine=fsdp2 dtype=bf16_comm sharding=hsdp mesh=two_by_two train.global_batch_si
     until the outer axis reduces | engine=fsdp1 dtype=bf16_comm sharding=hsdp mesh=two_by_two
 engine=ddp dtype=fp64 dtype.grad_comm=fp32 | dtype.grad_comm | dtype.grad_comm=fp64 |
     engine=ddp dtype=fp64 dtype.grad_comm=bf16
-engine=deepspeed sharding=no_shard | sharding.strategy | does not shard this way |
 engine=deepspeed dtype=bf16_pure | dtype.main_params | does not keep main weights and gradients in this dtype |
 engine=deepspeed model=odd | model.skip_idle | hangs |
 engine=deepspeed model=odd mesh=one | model.skip_idle | updates them by their last step's gradient again |
@@ -84,8 +83,6 @@ optimizer=muon engine=deepspeed | optimizer | steps parts of matrices |
 optimizer=muon engine=megatron_fsdp | optimizer | is not taken by engine=megatron_fsdp |
 optimizer=muon dtype=bf16_pure numerics=ordered | optimizer.name | optimizer=adamw |
 optimizer=muon optimizer.ns_coefficients=[1,2] | optimizer.ns_coefficients | three numbers |
-optimizer=muon optimizer.ns_steps=100 | optimizer.ns_steps | 0 to 99 |
-optimizer=muon optimizer.adjust_lr_fn=match | optimizer.adjust_lr_fn | match_rms_adamw |
 engine=fsdp2 dtype=fp16 | dtype.loss_scale | engine=native | dtype=fp16
 dtype=fp16 engine.report_nan_in_param_grad=true | engine.report_nan_in_param_grad |
     dtype.loss_scale=none | dtype=bf16 engine.report_nan_in_param_grad=true
@@ -118,8 +115,6 @@ model=moe model.experts_per_token=9 | model.experts_per_token | model.num_expert
     model=moe model.experts_per_token=8
 model=odd model.num_heads=3 | model.num_heads | model.family=odd | model=odd model.dim=41 model.repeat_unit=true
 model=tiny model.repeat_unit=true | model.repeat_unit | model=odd | model=odd model.repeat_unit=true
-model=moe model.num_heads=5 model.num_kv_heads=1 | model.dim | model.dim=40 |
-model=odd data.seq_len=4096 | data.seq_len | model.max_seq_len=4096 |
 measure=bench measure.capture_steps=[1] | measure.capture_steps | measure.capture_steps=[] | measure=bench
 measure=bench ckpt=last | ckpt.policy | ckpt=none | measure=bench ckpt=none
 measure=bench wandb=offline | wandb.mode | wandb=disabled | measure=bench wandb=disabled
@@ -141,15 +136,11 @@ optimizer.options={a:1} | optimizer.options | optimizer=ext |
 launch.preempt_at=20 | launch.preempt_at | 0 to 19 | launch.preempt_at=19
 launch.preempt_at=3 ckpt=none cluster=slurm | launch.preempt_at | forever | launch.preempt_at=3 ckpt=none
 ckpt.every=21 | ckpt.every | beyond the last step |
-launch.inline=1 | launch.inline | true or false |
 train.steps=??? | train.steps | is not a value |
 notes='HF_TOKEN=abcdefgh1' | notes | holds a secret |
 cluster=slurm launch.root='/a:b' | launch.root | ends an entry of PYTHONPATH |
 mesh.dp_outer=8 | mesh.dp_outer | does not divide |
-measure.capture_steps=${train.steps} | measure.capture_steps | a list of whole numbers |
-study.margins=${train.steps} | study.margins | pairs |
 mesh.world_size=4 mesh.tp=3 | mesh.tp | does not divide mesh.world_size=4 |
-mesh.tp=-2 mesh.dp_outer=0 | mesh.tp | 1 to |
 mesh.world_size=4 mesh.tp=2 engine=fsdp1 | mesh.tp | engine=fsdp1 does not support |
 mesh.world_size=4 mesh.tp=2 model=odd | mesh.tp | model.family=odd has no tensor-parallel plan |
 mesh.world_size=4 mesh.tp=2 sharp=dp | sharp.group | is not implemented with mesh.tp=2 |

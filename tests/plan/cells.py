@@ -10,11 +10,7 @@ from tests.support.covering import covering
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 DTYPES = ("fp32", "bf16", "bf16_comm", "bf16_pure")
 SIZES = (
-    "model=tiny",
-    "model.num_layers=3",
-    "data=synthetic",
-    "data.seq_len=64",
-    "train.microbatch_size=2",
+    *("model=tiny", "model.num_layers=3", "data=synthetic", "data.seq_len=64", "train.microbatch_size=2"),
     "launch.dry_run=true",
 )
 
@@ -52,12 +48,8 @@ TENSOR = [
 ]
 FP8 = [
     Cell(2, 1, ("model.dim=128", "model.ffn_dim=192", f"dtype={dtype}", f"sharding={strategy}"))
-    for dtype, strategy in (
-        ("fp8_current", "optim_grads_params"),
-        ("fp8_current", "optim"),
-        ("mxfp8", "optim_grads_params"),
-        ("mxfp8", "no_shard"),
-    )
+    for dtype, others in (("fp8_current", "optim"), ("mxfp8", "no_shard"))
+    for strategy in ("optim_grads_params", others)
 ]
 OTHERS = [
     Cell(ranks, k, tuple(text.split()))
@@ -116,19 +108,7 @@ PEERS = [
         (3, 2, 1, "deepspeed sharding=optim_grads_params model.tie_embeddings=true"),
     )
 ]
-OWN = [
-    Cell(
-        2,
-        2,
-        (
-            "model=ext",
-            "model.target=tests.plan.own:ConvolutionWorkload",
-            "model.vocab_size=64",
-            f"model.dim={dim}",
-            f"dtype={dtype}",
-        ),
-    )
-    for dim, dtype in ((32, "bf16"), (128, "fp32"))
-]
+CONVOLUTIONS = ("model=ext", "model.target=tests.plan.own:ConvolutionWorkload", "model.vocab_size=64")
+OWN = [Cell(2, 2, (*CONVOLUTIONS, "model.dim=32", "dtype=bf16")), Cell(2, 2, (*CONVOLUTIONS, "model.dim=128"))]
 OURS = [*ALONE, *HYBRID, *TENSOR, *FP8, *FIXED, *OTHERS]
 CELLS = [*OURS, *PEERS, *OWN]

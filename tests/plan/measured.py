@@ -10,22 +10,22 @@ import torch
 
 from harness.config.derived import microbatches_per_rank
 from harness.config.schema import Config
-from harness.engines.protocol import Microbatch, Ranks, engine_class
+from harness.engines.protocol import Microbatch, engine_class
 from harness.models.workload import workload_for
 from harness.probe.collectives import CollectiveMeter, by_kind
 from harness.probe.storage import StorageMeter
 from tests.support.composing import compose
+from tests.support.factory import ranks_of
 
 STEPS = 3
 
 
 class Measured(NamedTuple):
-    """kept: the engine's own account. sent: count and bytes by kind, of the last step. persistent: tensor bytes
-    between steps. peak: at most in a step, the least of all but the first: ranks that part hold more for a while."""
+    """kept: the engine's own account. sent: count and bytes by kind, of the last step. peak: at most in a step, the
+    least of all but the first: ranks that part hold more for a while."""
 
     kept: dict[str, int]
     sent: dict[str, dict[str, int]]
-    persistent: int
     peak: int
 
 
@@ -35,11 +35,8 @@ def measure(rank: int, cells: Sequence[tuple[str, ...]]) -> list[Measured]:
 
 def measure_cell(rank: int, config: Config) -> Measured:
     gc.collect()
-    size = config.mesh.world_size
     storage = StorageMeter()
-    engine: Any = engine_class(config.engine.name)(
-        workload_for(config), config, Ranks(rank, size, rank, torch.device("cpu"), tp=config.mesh.tp)
-    )
+    engine: Any = engine_class(config.engine.name)(workload_for(config), config, ranks_of(config, rank))
     meter = CollectiveMeter()
     generator = torch.Generator().manual_seed(rank // config.mesh.tp)
     k, shape = microbatches_per_rank(config), (config.train.microbatch_size, config.data.seq_len + 1)
@@ -58,4 +55,4 @@ def measure_cell(rank: int, config: Config) -> Measured:
     steps = storage.finish()
     engine.close()
     assert steps is not None
-    return Measured(kept, sent, steps[-1].persistent, min(each.peak for each in steps[1:]))
+    return Measured(kept, sent, min(each.peak for each in steps[1:]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any
 
 import torch
@@ -29,27 +30,16 @@ class Skipped(Convolution):
         return super().forward(x_BSD) if x_BSD.abs().max() > 1e-6 else x_BSD
 
 
-class Model(nn.Module):
-    def __init__(self, config: Any, block: type[nn.Module], **where: Any) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(config.vocab_size, config.dim, **where)
-        self.blocks = nn.ModuleList(block(config.dim, **where) for _ in range(config.num_layers))
-        self.head = nn.Linear(config.dim, config.vocab_size, bias=False, **where)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, tokens_BS: Tensor) -> Tensor:
-        x_BSD = self.embedding(tokens_BS)
-        for block in self.blocks:
-            x_BSD = block(x_BSD)
-        out_BSV: Tensor = self.head(x_BSD)
-        return out_BSV
-
-
 class ConvolutionWorkload(TokenWorkload):
     unit_classes: tuple[type[nn.Module], ...] = (Convolution,)
 
     def build(self, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
-        return Model(self.model_config, self.unit_classes[0], device=device, dtype=dtype)
+        config, where = self.model_config, dict[str, Any](device=device, dtype=dtype)
+        embedding = nn.Embedding(config.vocab_size, config.dim, **where)
+        blocks = nn.Sequential(*(self.unit_classes[0](config.dim, **where) for _ in range(config.num_layers)))
+        head = nn.Linear(config.dim, config.vocab_size, bias=False, **where)
+        head.weight = embedding.weight
+        return nn.Sequential(OrderedDict(embedding=embedding, blocks=blocks, head=head))
 
     def materialise_buffers(self, model: nn.Module, device: torch.device) -> None:
         """There are none. A rank is here: oneDNN's kernels take memory of their own, by the processor's kind."""

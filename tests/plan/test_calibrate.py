@@ -15,14 +15,8 @@ from tests.support.composing import compose
 from tests.support.mutants import finds
 
 WORDS = ("model=tiny", "data=synthetic", "mesh.world_size=2", "train.global_batch_size=16", "launch.dry_run=true")
-TIMES = {
-    "data_s": 1.0,
-    "forward_s": 20.0,
-    "backward_s": 50.0,
-    "optimizer_s": 8.0,
-    "other_s": 3.0,
-    "exposed_comm_s": 10.0,
-}
+PARTS = ("data_s", "forward_s", "backward_s", "optimizer_s", "other_s", "exposed_comm_s")
+TIMES = dict(zip(PARTS, (1.0, 20.0, 50.0, 8.0, 3.0, 10.0), strict=True))
 
 
 def by(disturbance: str = "", **times: float | None) -> Calibration:

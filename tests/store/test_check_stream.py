@@ -10,18 +10,7 @@ import numpy as np
 import pytest
 
 from harness.store import check_stream
-from harness.store.check_stream import (
-    DENSE,
-    CheckedTensor,
-    StreamWriter,
-    cadence,
-    is_kept,
-    kept_until,
-    last,
-    numbered,
-    step_columns,
-    tensor_columns,
-)
+from harness.store.check_stream import DENSE, CheckedTensor, StreamWriter, numbered, step_columns, tensor_columns
 from harness.store.errors import StoreError
 from tests.support.mutants import finds
 
@@ -39,10 +28,15 @@ def write(run_dir: Path, steps: range, *, every: int = 1, done: int = 0) -> None
     writer.close()
 
 
+def read(run_dir: Path) -> check_stream.Stream:
+    found = check_stream.read(run_dir)
+    assert found is not None
+    return found
+
+
 def test_what_was_written_is_read(tmp_path: Path) -> None:
     write(tmp_path, range(1, 8))
-    found = check_stream.read(tmp_path)
-    assert found is not None
+    found = read(tmp_path)
     assert found.tensors == tuple(TENSORS)
     assert found.column("rule").tolist() == [1, 2, 3, 4, 5, 6, 7]
     steps, rows = found.kept
@@ -57,37 +51,35 @@ def test_a_resumed_run_goes_on_where_its_checkpoint_was(tmp_path: Path) -> None:
     with open(tmp_path / "step_checks" / "steps.f64", "ab") as file:
         file.write(b"torn")
     write(tmp_path, range(5, 7), done=4)
-    found = check_stream.read(tmp_path)
-    assert found is not None
+    found = read(tmp_path)
     assert found.column("sum").tolist() == [1, 2, 3, 4, 5, 6]
     assert found.kept[0].tolist() == [1, 2, 3, 4, 5, 6]
 
 
 def test_steps_that_nobody_saw_are_no_numbers(tmp_path: Path) -> None:
     write(tmp_path, range(4, 6), done=3)
-    found = check_stream.read(tmp_path)
-    assert found is not None
+    found = read(tmp_path)
     assert [math.isnan(value) for value in found.column("sum")] == [True, True, True, False, False]
-    assert last(tmp_path, 3, ["a", "b"], AFTER) is None
-    assert last(tmp_path, 5, ["a", "b"], AFTER).tolist() == [[5.0] * M] * 2  # type: ignore[union-attr] # there it is
-    assert last(tmp_path, 5, ["a", "c"], AFTER) is None
+    assert check_stream.last(tmp_path, 3, ["a", "b"], AFTER) is None
+    there = check_stream.last(tmp_path, 5, ["a", "b"], AFTER)
+    assert there is not None
+    assert there.tolist() == [[5.0] * M] * 2
+    assert check_stream.last(tmp_path, 5, ["a", "c"], AFTER) is None
 
 
 def test_tensors_are_kept_as_often_as_fits(tmp_path: Path) -> None:
     every = 100
     write(tmp_path, range(1, DENSE + 350), every=every)
-    found = check_stream.read(tmp_path)
-    assert found is not None
-    steps, rows = found.kept
+    steps, rows = read(tmp_path).kept
     assert steps.tolist() == [*range(1, DENSE + 1), 600, 700, 800]
     assert rows[-1, 0, 0] == 800.0
-    assert [kept_until(s, every) for s in (0, 5, DENSE, 599, 600, 861)] == [
-        sum(is_kept(step, every) for step in range(1, s + 1)) for s in (0, 5, DENSE, 599, 600, 861)
-    ]
+    for until in (0, 5, DENSE, 599, 600, 861):
+        kept = [step for step in range(1, until + 1) if check_stream.is_kept(step, every)]
+        assert check_stream.kept_until(until, every) == len(kept)
     row = 2 * len(tensor_columns(M)) * 8
-    assert cadence(100_000, 2, M, row * 100_000) == 1
-    assert cadence(100_000, 2, M, row * (DENSE + 100)) == math.ceil((100_000 - DENSE) / 100)
-    assert cadence(400, 2, M, 1) == 1
+    assert check_stream.cadence(100_000, 2, M, row * 100_000) == 1
+    assert check_stream.cadence(100_000, 2, M, row * (DENSE + 100)) == math.ceil((100_000 - DENSE) / 100)
+    assert check_stream.cadence(400, 2, M, 1) == 1
 
 
 @pytest.mark.parametrize(("version", "made"), [(1, "older"), (99, "newer")])

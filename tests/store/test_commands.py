@@ -106,10 +106,8 @@ def test_a_run_of_another_version_is_asked_for_by_its_words(setting: str, tmp_pa
     (found,) = caught.value.violations
     assert found.subject == f"{run.path}/config.yaml: {'model.family' if setting == 'gone' else 'engine.overlap'}"
     assert found.fix == f"ask for it anew, with the words of {run.path}/overrides.txt"
-    if setting == "gone":
-        assert replay.replay_run(str(run.path), ["model=tiny", root]).typed.model.name == "tiny", (
-            "the group is said whole"
-        )
+    if setting == "gone":  # and then the group is said whole
+        assert replay.replay_run(str(run.path), ["model=tiny", root]).typed.model.name == "tiny"
 
 
 test_a_mutant_is_found = finds(

@@ -13,16 +13,7 @@ from hypothesis import given, strategies as st
 
 from harness.store import metrics
 from harness.store.errors import StoreError
-from harness.store.metrics import (
-    MetricsWriter,
-    cut_back,
-    decode,
-    encode,
-    iter_metrics,
-    read_columns,
-    read_metrics,
-    tail,
-)
+from harness.store.metrics import MetricsWriter, decode, encode, read_metrics, tail
 
 
 @given(st.floats(allow_nan=False))
@@ -61,16 +52,16 @@ def test_a_torn_line_in_the_middle_is_damage_and_said_so(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"st\n{"step": 3}\n')
     with pytest.raises(StoreError, match=r"metrics\.jsonl, line 2 is not a record"):
-        list(iter_metrics(path))
+        list(metrics.iter_metrics(path))
 
 
 def test_cut_back_keeps_bytes_up_to_the_step(tmp_path):
     path = tmp_path / "metrics.jsonl"
     write(path, [1, 2, 3, 4])
     first = path.read_bytes().splitlines(keepends=True)[:2]
-    assert cut_back(path, 2) == 2
+    assert metrics.cut_back(path, 2) == 2
     assert path.read_bytes() == b"".join(first)
-    assert cut_back(path, 0) == 0
+    assert metrics.cut_back(path, 0) == 0
     assert path.read_bytes() == b""
 
 
@@ -79,7 +70,7 @@ def test_a_checkpoint_the_record_does_not_reach_is_refused(tmp_path, steps):
     path = tmp_path / "metrics.jsonl"
     write(path, steps)
     with pytest.raises(StoreError, match=r"of the 3 steps the checkpoint stands on; remove ckpt/"):
-        cut_back(path, 3)
+        metrics.cut_back(path, 3)
 
 
 def test_the_newest_records_of_a_long_file_are_found_without_reading_it_all(tmp_path):
@@ -95,7 +86,7 @@ def test_a_hole_in_the_file_is_told_and_not_read(tmp_path):
     path = tmp_path / "m"
     path.write_bytes(b'{"step": 1}\n')
     os.truncate(path, 10 * 2**30)
-    for read in (read_metrics, lambda path: read_columns(path, ["step"])):
+    for read in (read_metrics, lambda path: metrics.read_columns(path, ["step"])):
         with pytest.raises(StoreError, match="line 2 is longer than"):
             read(path)
     os.truncate(path, 12 + 3 * metrics.TAIL_BYTES)

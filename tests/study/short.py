@@ -77,10 +77,8 @@ def trained(cells: Mapping[str, Cell], halved: set[str], store: Store, preempt_a
         opened, lock = found
         lock.release()
         every.append(opened)
-        config = cell.typed
-        by_size[config.mesh.world_size].append(
-            Job(opened.run.path, config, preempt_at if signature in halved else None)
-        )
+        job = Job(opened.run.path, cell.typed, preempt_at if signature in halved else None)
+        by_size[cell.typed.mesh.world_size].append(job)
     for size, jobs in by_size.items():
         run_ranks(train_all, size, jobs)
     for opened in every:
@@ -92,14 +90,10 @@ def train_all(rank: int, jobs: Sequence[Job]) -> None:
     """One run after another."""
     for job in jobs:
         with functions_given_back():
-            _train(rank, job)
-
-
-def _train(rank: int, job: Job) -> None:
-    origin.record(job.path, ranks_of(job.config, rank), dist.group.WORLD, resuming=False)
-    if job.preempt_at is not None:
-        train(job.config, job.path, rank, should_stop=stopping(job.preempt_at))
-    train(job.config, job.path, rank)
+            origin.record(job.path, ranks_of(job.config, rank), dist.group.WORLD, resuming=False)
+            if job.preempt_at is not None:
+                train(job.config, job.path, rank, should_stop=stopping(job.preempt_at))
+            train(job.config, job.path, rank)
 
 
 @contextmanager

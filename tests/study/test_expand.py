@@ -64,30 +64,32 @@ def test_arms(name: str) -> None:
     assert [" ".join(point.overrides) for point in points(study, *words.split())] == expected
 
 
-def test_a_control_is_its_arm_with_the_controls_overrides() -> None:
-    study = StudyConfig(
-        control={"engine": "ddp", "sharding": "no_shard"},
-        base={"engine": "native"},
-        grid={"sharding": ["optim", "no_shard"]},
-        replicates=2,
-    )
-    controls = [point.control for point in points(study, "train.steps=5")]
-    assert controls[0] == ("engine=ddp", "sharding=no_shard", "train.steps=5", "train.replicate=0")
-    assert controls[1] == ("engine=ddp", "sharding=no_shard", "train.steps=5", "train.replicate=1")
-    assert controls[2:] == controls[:2], "both stages share the control of their replicate"
+BOTH = {"sharding": ["optim", "no_shard"]}
+CONTROLS = {
+    "is its arm with the control's overrides, one for both stages": (
+        StudyConfig(
+            control={"engine": "ddp", "sharding": "no_shard"}, base={"engine": "native"}, grid=BOTH, replicates=2
+        ),
+        "train.steps=5",
+        [f"engine=ddp sharding=no_shard train.steps=5 train.replicate={replicate}" for replicate in (0, 1)] * 2,
+    ),
+    "pairs up along an axis that it does not name": (
+        StudyConfig(control={"dtype": "fp32"}, grid=BOTH | {"dtype": ["bf16"]}),
+        "",
+        ["sharding=optim dtype=fp32", "sharding=no_shard dtype=fp32"],
+    ),
+    "survives a pin of its own axis": (
+        StudyConfig(control={"sharding": "no_shard"}, grid=BOTH),
+        "sharding=optim",
+        ["sharding=no_shard"],
+    ),
+}
 
 
-def test_an_axis_the_control_does_not_name_pairs_up() -> None:
-    study = StudyConfig(control={"dtype": "fp32"}, grid={"sharding": ["optim", "no_shard"], "dtype": ["bf16"]})
-    assert [point.control for point in points(study)] == [
-        ("sharding=optim", "dtype=fp32"),
-        ("sharding=no_shard", "dtype=fp32"),
-    ]
-
-
-def test_a_control_survives_a_pin_of_its_own_axis() -> None:
-    study = StudyConfig(control={"sharding": "no_shard"}, grid={"sharding": ["optim", "no_shard"]})
-    assert points(study, "sharding=optim") == [Point(("sharding=optim",), ("sharding=no_shard",))]
+@pytest.mark.parametrize("name", CONTROLS)
+def test_a_control(name: str) -> None:
+    study, words, expected = CONTROLS[name]
+    assert [" ".join(point.control or ()) for point in points(study, *words.split())] == expected
 
 
 def test_mistakes_in_a_file_are_told_at_once_with_hints() -> None:
@@ -161,7 +163,7 @@ test_a_mutant_is_found = each_found_by(
         study.cells.normalise: {"name": name, **raw} => {**raw, "name": name}
     """,
     test_arms,
-    test_a_control_is_its_arm_with_the_controls_overrides,
+    test_a_control,
     test_a_file_reads_as_yaml_is_written,
     test_mistakes_in_a_file_are_told_at_once_with_hints,
     test_a_study_without_cells_is_refused,

@@ -23,14 +23,8 @@ from tests.study.short import Overrides
 from tests.support.mutants import kills
 
 CELL = (
-    "study.name=late",
-    f"train.steps={STEPS}",
-    "train.warmup_steps=0",
-    "train.global_batch_size=8",
-    "train.microbatch_size=4",
-    "data.seq_len=32",
-    f"model.num_layers={short.LAYERS}",
-    "ckpt=none",
+    *("study.name=late", f"train.steps={STEPS}", "train.warmup_steps=0", "train.global_batch_size=8", "ckpt=none"),
+    *("train.microbatch_size=4", "data.seq_len=32", f"model.num_layers={short.LAYERS}"),
 )
 
 SEEN = {

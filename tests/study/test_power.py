@@ -46,14 +46,8 @@ def marked(names: Iterable[str], few: set[str]) -> list[Any]:
     return [pytest.param(name, marks=() if name in few else pytest.mark.full) for name in names]
 
 
-ELSEWHERE = {
-    "same_batch": "forward",
-    "strided_shard_in_plain_order": "forward",
-}
+ELSEWHERE = dict.fromkeys(("same_batch", "strided_shard_in_plain_order"), "forward")
 """Where a verdict names another stage than the fault's: docs/records/power.md counts these as wrong."""
-SEEN = [*corpus().values()]
-"""Without those that no judge may see yet."""
-
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -109,7 +103,7 @@ def test_runs_with_ranks_of_their_own_are_judged_alike(only: str, tmp_path: Path
 
 def test_every_stage_has_runs_with_ranks_of_their_own() -> None:
     taken = [name for name in FAULTS if any(only in name for only in ON_OWN_RANKS)]
-    assert {corpus()[name].stage for name in taken} == {fault.stage for fault in SEEN}
+    assert {corpus()[name].stage for name in taken} == {fault.stage for fault in corpus().values()}
     assert len(taken) == 17
 
 
@@ -121,7 +115,7 @@ def test_the_page_is_of_the_data() -> None:
     rates, by_control, _, clean = class_runs.tables(CAMPAIGN)
     late = [line for line in by_control.splitlines() if line.startswith("| late |")]
     assert {*rates.splitlines()[2:], *late, *clean.splitlines()[2:]} <= set(page.splitlines())
-    assert all(fault.name in page for fault in SEEN)
+    assert all(fault.name in page for fault in corpus().values())
 
 
 def test_a_campaigns_clean_pairs_are_not_different_and_its_faults_are_of_its_classes() -> None:

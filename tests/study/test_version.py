@@ -6,7 +6,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -85,10 +84,9 @@ def test_its_own_files_run_once_and_know_their_commit(top: Path) -> None:
     ("say", "told"), [("refused", "say=refused: is not"), ("broken", "ImportError: no such thing")]
 )
 def test_refusals_speak_in_the_versions_own_words(top: Path, say: str, told: str) -> None:
-    with pytest.raises(BadRequest, match=rf"main \(\w{{7}}\): cannot do what is asked(?s:.)*{told}"):
-        snapshot(top).run([f"say={say}"])
-    with pytest.raises(BadRequest, match=rf"main \(\w{{7}}\): cannot do what is asked(?s:.)*{told}"):
-        snapshot(top).check([f"say={say}"])
+    for ask in (snapshot(top).run, snapshot(top).check):
+        with pytest.raises(BadRequest, match=rf"main \(\w{{7}}\): cannot do what is asked(?s:.)*{told}"):
+            ask([f"say={say}"])
 
 
 def test_a_package_that_python_takes_from_elsewhere_is_refused(top: Path) -> None:
@@ -130,7 +128,9 @@ def test_who_stops_us_stops_the_run(top: Path, number: signal.Signals) -> None:
     begun = top / "runs" / FOLDER
 
     def stop() -> None:
-        wait(lambda: any(begun.glob("*/runs/*/adhoc/*/starts")))
+        deadline = time.monotonic() + 30
+        while not any(begun.glob("*/runs/*/adhoc/*/starts")) and time.monotonic() < deadline:
+            time.sleep(0.02)
         os.kill(os.getpid(), number)
 
     threading.Thread(target=stop, daemon=True).start()
@@ -138,10 +138,3 @@ def test_who_stops_us_stops_the_run(top: Path, number: signal.Signals) -> None:
     with pytest.raises(KeyboardInterrupt):
         version.run(["sleep=60"])
     assert time.monotonic() - before < 30
-
-
-def wait(until: Callable[[], bool]) -> None:
-    """Poll for something that a process does."""
-    deadline = time.monotonic() + 30
-    while not until() and time.monotonic() < deadline:
-        time.sleep(0.02)
