@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from importlib import import_module
-from operator import methodcaller
 from typing import Any, NoReturn
 
 import torch
@@ -115,8 +114,6 @@ running_node: Callable[[], Node | None] = _of("torch._C", "_current_autograd_nod
 will_run: Callable[[Node], bool] = _of("torch._C", "_will_engine_execute_node")
 next_number: Callable[[], int] = _of("torch._C._autograd", "_get_sequence_nr")
 """Sequence number of the node that this thread makes next."""
-_sequence_nr = _of(Node, "_sequence_nr")
-number_of_node: Callable[[Any], int] = methodcaller("_sequence_nr") if hasattr(Node, "_sequence_nr") else _sequence_nr
 
 
 def at_end_of_backward(then: Callable[[], None]) -> None:

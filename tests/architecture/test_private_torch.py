@@ -29,7 +29,7 @@ from harness.private_torch import NAMES, OVERRIDDEN, MissingName
 
 ROOT = Path(__file__).parents[2]
 ENGINE = ("fsdp", "fp8", "shm", "watchdog")
-MOST = 34
+MOST = 33
 """Of private names; three of them are used before torch 2.12 alone."""
 PYTHONS = {"_fields", "_replace", "_value_", "_getframe", "_current_frames"}
 """Of named tuples, enumerations and `sys`."""
@@ -206,9 +206,7 @@ def test_a_backward_tells_what_runs() -> None:
     w, v = (torch.ones(1, requires_grad=True) for _ in range(2))
     first = private_torch.next_number()
     loss = w * 2
-    assert loss.grad_fn is not None
-    assert private_torch.number_of_node(loss.grad_fn) >= first
-    assert private_torch.next_number() > private_torch.number_of_node(loss.grad_fn)
+    assert private_torch.next_number() > first
     leaves = [each.view_as(each).grad_fn.next_functions[0][0] for each in (w, v)]
 
     def hook(_: Any) -> None:

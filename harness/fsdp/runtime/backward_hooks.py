@@ -31,7 +31,7 @@ from torch.utils.hooks import RemovableHandle
 
 from harness.fsdp.comm.events import marked
 from harness.fsdp.runtime.gather import GatherPipeline
-from harness.fsdp.runtime.readiness import ABOVE_ALL, Call, begin_backward, could_reach, due_among
+from harness.fsdp.runtime.readiness import Call, begin_backward, could_reach, due_among
 from harness.fsdp.runtime.reduce import ReducePipeline
 from harness.fsdp.runtime.units import Unit, buckets_of, rest
 from harness.fsdp.runtime.weak_hooks import WeakHook
@@ -42,7 +42,6 @@ from harness.fsdp.storage.parameter_access import by_engine, grad_of, put_grad
 from harness.private_torch import (
     at_end_of_backward,
     is_profiled,
-    number_of_node,
     running_backward,
     without_torch_function,
 )
@@ -63,10 +62,8 @@ class BackwardHooks:
         self._reached = units[0].name
         self._task: int | None = None
         self._end: Callable[[], Any] = lambda: None
-        self._entered: set[Unit] = set()  # whose end only the order of nodes tells: [Note: Sequence numbers]
         self._rested: set[Unit] = set()
-        self._number = ABOVE_ALL
-        self._coming: list[tuple[int, Unit]] = []
+        self._coming: list[tuple[Call, Unit]] = []  # calls that the backward may still pass, the next one last
         for unit in units:
             for bucket in unit.trainable:
                 self._watch_gradients(unit, bucket)
@@ -96,7 +93,6 @@ class BackwardHooks:
         self.step.fail()
 
     def _reset(self) -> None:
-        self._entered.clear()
         self._rested.clear()
         for unit in self.units:
             unit.readiness.post_backward()
@@ -107,15 +103,14 @@ class BackwardHooks:
 
         A leaf (an input or parameter handed on) is left out: it would keep the hook for ever.
         """
-        made = [(each, each.grad_fn) for each in leaves if each.grad_fn is not None]
+        made = [each for each in leaves if each.grad_fn is not None]
         if not made:
             return
-        newest = max([number_of_node(node) for _, node in made])
-        hook = WeakHook(self._pre_backward, unit, call, forward, newest, self.step.num_updates)
+        hook = WeakHook(self._pre_backward, unit, call, forward, self.step.num_updates)
         if len(made) == 1:  # as almost always, and a third of the host's time
-            made[0][0].register_hook(hook)
+            made[0].register_hook(hook)
         else:
-            torch.autograd.graph.register_multi_grad_hook([each for each, _ in made], hook, mode="any")
+            torch.autograd.graph.register_multi_grad_hook(made, hook, mode="any")
 
     # -- the whole backward ----------------------------------------------------------------------------------------
 
@@ -128,9 +123,8 @@ class BackwardHooks:
         self._show_own()
         self._refuse_unsupported()
         begin_backward([unit.readiness for unit in self.units], forward)
-        self._number = ABOVE_ALL
-        coming = [(call.begin, unit) for unit in self.units for call in unit.readiness.due]
-        self._coming = sorted(coming, key=lambda each: each[0])
+        coming = [(call, unit) for unit in self.units for call in unit.readiness.due]
+        self._coming = sorted(coming, key=lambda each: each[0].begin)
         of_inputs = self._is_of_inputs
         if not of_inputs:
             self.before_backward()
@@ -212,39 +206,18 @@ class BackwardHooks:
 
     # -- one unit --------------------------------------------------------------------------------------------------
 
-    def _pre_backward(
-        self, unit: Unit, call: Call | None, forward: int, newest: int, num_updates: int, gradient: Tensor
-    ) -> None:
-        """First gradient of a call's outputs. call: None for the model's forward. newest: highest number of its
-        nodes."""
+    def _pre_backward(self, unit: Unit, call: Call | None, forward: int, num_updates: int, gradient: Tensor) -> None:
+        """First gradient of a call's outputs. call: None for the model's forward."""
         begins = running_backward() != self._task
         is_stale = begins and any(bucket.is_stale for bucket in buckets_of(self.units))
         self.step.check_forward(num_updates, is_stale=is_stale)
         self._root_pre_backward(forward)
-        self._pass_to(newest)
         self._reached = unit.name
         if call is not None:
             unit.readiness.enter(call)
-            if unit.readiness.is_entered:
-                self._entered.add(unit)
         self.gather.unshard(unit)
         if not self.reduce.is_done_with(unit):
             self.reduce.expect(unit)
-
-    def _pass_to(self, number: int) -> None:
-        self._number = min(self._number, number)
-        for unit in list(self._entered):
-            unit.readiness.pass_to(number)
-            if not unit.readiness.is_entered:
-                self._entered.discard(unit)
-                self._call_passed(unit)
-
-    def _call_passed(self, unit: Unit) -> None:
-        self._end_if_over(unit)
-        if unit.readiness.is_resting and not self.reduce.is_done_with(unit):  # gathered again for its next call
-            self.gather.reshard(unit, kept_too=False)
-            self._rested.add(unit)
-            self._unshard_next()
 
     def _end_if_over(self, unit: Unit) -> None:
         if unit.readiness.is_over and not unit.is_root:
@@ -254,7 +227,7 @@ class BackwardHooks:
     def _unshard_next(self) -> None:
         if not self.gather.order:
             return
-        while self._coming and self._coming[-1][0] >= self._number:
+        while self._coming and self._coming[-1][0] not in self._coming[-1][1].readiness.due:
             self._coming.pop()
         self.gather.unshard_next(self._coming[-1][1] if self._coming else None)
 
@@ -262,8 +235,11 @@ class BackwardHooks:
         self._root_pre_backward()
         self._refuse_sharded(unit, "its inputs")
         unit.readiness.note_passed(call)
-        self._pass_to(call.begin)
-        self._call_passed(unit)
+        self._end_if_over(unit)
+        if unit.readiness.is_resting and not self.reduce.is_done_with(unit):  # gathered again for its next call
+            self.gather.reshard(unit, kept_too=False)
+            self._rested.add(unit)
+            self._unshard_next()
 
     def _refuse_sharded(self, unit: Unit, of: str) -> None:
         if not (self.gather.is_whole(unit) or unit.is_root or self.reduce.is_done_with(unit)):
@@ -294,8 +270,7 @@ class BackwardHooks:
             if not gradients.is_prepared:  # the first of this backward
                 self.reduce.prepare(unit)
             gradients.accumulate(index)
-        if unit.readiness.note_gradient(param, self._number):
-            self._entered.add(unit)
+        unit.readiness.note_gradient(param)
         self._end_if_over(unit)
 
     @by_engine
@@ -317,7 +292,8 @@ class BackwardHooks:
         if unit.is_root:
             return
         with marked("post_backward", unit.name) if is_profiled() else nullcontext():
-            self.gather.reshard(unit)
+            if not unit.readiness.needs_weights:
+                self.gather.reshard(unit)
             if not self.step.plan.reduce_units:
                 self.reduce.bring_in(unit)
             elif unit.trainable and not self.reduce.is_done_with(unit):

@@ -100,7 +100,7 @@ class Hooks(BackwardHooks):
         if step.num_updates != self._num_updates:
             self._num_updates = step.num_updates
             for unit in self.units:
-                unit.readiness.forget_unseen()
+                unit.readiness.num_unseen = 0
         self.check_module()
         self.before_forward()
         for bucket in self.root.buckets:
@@ -205,7 +205,7 @@ class Hooks(BackwardHooks):
         _refuse_edited(unit, calls[-1])
         self.watch_outputs(unit, leaves, calls[-1])
         if not leaves and torch.is_grad_enabled() and calls[-1].is_unseen:
-            unit.readiness.note_unseen()
+            unit.readiness.num_unseen += 1
             self.gather.keep(unit)
         if len(calls) == 1 and (unit is not self.gather.last or not leaves):  # it may be called in its own forward
             self.gather.reshard(unit, kept_too=False)

@@ -6,12 +6,9 @@ there, which autograd runs after everything else in the call; frozen weights are
 called many times, a graph used twice, a parameter used outside its unit's forward, and half a unit not at all. Whatever
 the units do, reductions leave in the static order of `harness.fsdp.runtime.reduce`.
 
-[Note: Sequence numbers] An identity can stand on tensors that are arguments, and not on those in a list, an object or a
-closure. Where a call has none, autograd's own order tells when it has been passed: a node is numbered when the forward
-makes it, it can only wait for nodes of higher numbers, and of those that wait for nothing more the engine runs the one
-with the highest number first. So when any node begins to run, every node of a higher number that this backward runs at
-all has run. A call is *entered* when the first gradient of its outputs comes, and *passed* when a hook runs for a node
-that is older than the call.
+An identity can stand on tensors that are arguments, and not on those in a list, an object or a closure. Where a call
+has none, its unit's weights are needed until the backward ends, unless each of them gets a gradient: that comes when
+all that used the weight has run.
 
 Reentrant activation checkpointing runs the forward without gradients and later records and differentiates it inside the
 backward: the outer graph holds none of its nodes. Such calls are counted, and a unit waits until each was computed
@@ -39,8 +36,6 @@ from torch import Tensor, nn
 from harness.fsdp.storage.parameter_access import HOME, by_engine
 from harness.private_torch import next_number, running_node, will_run
 
-ABOVE_ALL = 2**64 - 1  # no node has this sequence number
-
 
 class PassedInputs(torch.autograd.Function):
     @staticmethod
@@ -60,7 +55,7 @@ class Call:
 
     def __init__(self, forward: int) -> None:
         self.forward = forward
-        self.begin = next_number()
+        self.begin = next_number()  # of autograd's nodes
         self.inputs: Sequence[Tensor] = ()  # aliases of what has gradients, while its forward runs
         self.identity: Callable[[], Any] = lambda: None  # node on the inputs, as long as its graph lives
 
@@ -71,24 +66,27 @@ class Call:
 
 
 class Readiness:
-    """One unit's calls since the last backward, and what is still to come to it in the one that runs."""
+    """One unit's calls since the last backward, and what is still to come to it in the one that runs.
 
-    def __init__(self, params: Sequence[nn.Parameter]) -> None:
-        self.params = params
+    params: that had gradients when the unit was sharded, of so many in all.
+    """
+
+    def __init__(self, params: Sequence[nn.Parameter], num_params: int) -> None:
+        self.params, self.num_params = params, num_params
         self.running: list[Call] = []  # whose forward runs, the innermost last
         self._calls: weakref.WeakSet[Call] = weakref.WeakSet()  # with an identity, which alone keeps them
-        self._unseen: set[Call] = set()  # without any hook
+        self.num_unseen = 0  # calls without any hook; no backward may reach those from before an update
         self.post_backward()
 
     def post_backward(self) -> None:
         self.trained = self.params
         self.due: set[Call] = set()
         self._due_params: set[int] = set()
-        self._inside: set[Call] = set()  # entered, and not passed
+        self._inside: set[Call] = set()  # entered, and not known to be passed
         self._arrived: set[int] = set()
         self.hidden_calls = 0  # under no_grad inside a forward with gradients
         self._called_in: set[int] = set()  # numbers of forwards; 0: in none
-        self._is_reached = False
+        self._is_reached = self._gets_all = False
         self.is_called = False  # by a forward of this backward, as far as is known
         self.is_due_once = True  # this backward comes to at most one call
 
@@ -113,13 +111,6 @@ class Readiness:
         self._arrived.clear()
         return True
 
-    def note_unseen(self) -> None:
-        self._unseen.add(self.running[-1])
-
-    def forget_unseen(self) -> None:
-        """After an update no backward may reach calls without hooks."""
-        self._unseen.clear()
-
     # -- the backward that runs ------------------------------------------------------------------------------------
 
     def pre_backward(self, trained: Sequence[nn.Parameter], due: Set[int]) -> None:
@@ -129,7 +120,8 @@ class Readiness:
         self.trained = trained
         self._due_params = {id(param) for param in trained} & due
         self._is_reached = bool(self.due or self._due_params)
-        self.is_due_once = len(self.due) + len(self._unseen) <= 1
+        self._gets_all = len(self._due_params) == self.num_params
+        self.is_due_once = len(self.due) + self.num_unseen <= 1
 
     def note_forwards(self, numbers: Set[int]) -> None:
         """Forwards that this backward goes through; empty: unknown."""
@@ -138,26 +130,13 @@ class Readiness:
     def enter(self, call: Call) -> None:
         self._inside.add(call)
 
-    def pass_to(self, number: int) -> None:
-        """A node of this number runs."""
-        self._inside = {call for call in self._inside if call in self.due or call.begin <= number}
-
     def note_passed(self, call: Call) -> None:
         self.due.discard(call)
         self._inside.discard(call)
 
-    def note_gradient(self, param: nn.Parameter, number: int) -> bool:
-        """A gradient has come. Without hooks it may be of any call not yet passed. Returns `is_entered`."""
+    def note_gradient(self, param: nn.Parameter) -> None:
         self._due_params.discard(id(param))
         self._arrived.add(id(param))
-        if self._unseen:
-            self._inside |= {call for call in self._unseen if call.begin <= number}
-        return not self._inside <= self.due
-
-    @property
-    def is_entered(self) -> bool:
-        """True inside a call whose end only the order of nodes tells."""
-        return not self._inside <= self.due
 
     @property
     def is_resting(self) -> bool:
@@ -165,7 +144,7 @@ class Readiness:
 
     @property
     def is_passed(self) -> bool:
-        return not (self.due or self._inside or self._unseen)
+        return not (self.due or self._inside or self.num_unseen)
 
     @property
     def is_due(self) -> bool:
@@ -178,9 +157,14 @@ class Readiness:
 
     @property
     def is_over(self) -> bool:
-        if self.hidden_calls or self.due or self._inside or self._due_params:
+        if self.hidden_calls or self.due or self._due_params:
             return False
         return self._is_reached or len(self._arrived) == len(self.trained)
+
+    @property
+    def needs_weights(self) -> bool:
+        """True of a unit that is over, if some call of it may go on."""
+        return not (self._gets_all or self.is_passed)
 
 
 @by_engine

@@ -157,7 +157,7 @@ def boxing(rank: int, strategy: str) -> list[str]:
     """What is noted of calls that no hook sees is forgotten with their step."""
     run = run_of(Boxing, rank, strategy)
     run.train(4)
-    noted = max(len(unit.readiness._unseen) for unit in run.model.engine.units)
+    noted = max(unit.readiness.num_unseen for unit in run.model.engine.units)
     return alike(Boxing)(rank, strategy) + ([] if noted == 1 else [f"{noted} calls are noted"])
 
 
@@ -278,7 +278,7 @@ MUTANTS = of_slips(
         fsdp.runtime.readiness.Readiness.is_due: bool(self._due_params) => bool(self._due_params) or self.hidden_calls
         attacking_past_a_stop / no_shard
     unseen calls: Calls that no hook sees are noted for ever
-        fsdp.runtime.readiness.Readiness.forget_unseen: lambda *_, **__: None
+        fsdp.runtime.hooks.Hooks._begin_forward: unit.readiness.num_unseen = 0 => pass
         boxing
     [Hidden tensors]
     next unit waits for its outputs: A unit is unsharded only for gradients of its outputs, not of what it left behind
