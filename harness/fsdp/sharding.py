@@ -23,7 +23,6 @@ from harness.fsdp.guards.replicas import check_agreed
 from harness.fsdp.options import Options, refuse_unknown
 from harness.fsdp.policy import MixedPrecisionPolicy
 from harness.fsdp.preconditions import check_request, groups_of_mesh, refuse_copy, resolve_classes
-from harness.fsdp.runtime.step import Call
 from harness.fsdp.storage.at_rest import ShardedParameters, sharded_of
 from harness.fsdp.storage.param_group import InitialValue, ParamGroup
 from harness.fsdp.storage.parameter_access import HOME, grad_of
@@ -222,13 +221,10 @@ def bind(engine: Engine, optimizer: torch.optim.Optimizer, *, steps_unused: bool
     fusable = all(segment.fusable for bucket in engine.buckets for segment in bucket.layout.segments)
     local.unfused |= numerics is Numerics.exact or (numerics.bitwise and not fusable)
 
-    def before(*, sync_grad_before_optimizer_step: bool = True, install_optimized_model_weights: bool = True) -> None:
+    def before() -> None:
         engine.weights.refuse_held()
         engine.weights.adopt_edits()
-        if not sync_grad_before_optimizer_step:
-            engine.step.check(Call.update)
         engine.gradients.finish()
-        engine.step.update(installs=install_optimized_model_weights)
         engine.weights.before_edit()
 
     local.before.append(before)

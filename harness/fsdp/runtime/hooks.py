@@ -86,7 +86,6 @@ class Hooks(BackwardHooks):
 
     def _begin_forward(self, *, with_gradients: bool) -> None:
         step = self.step
-        step.check_installed()
         if step.in_forward or step.forward_raised:
             self.gather.reshard_all()
         rest(self.units[:1])  # unsharded since a forward that no backward followed

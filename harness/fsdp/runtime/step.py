@@ -7,14 +7,13 @@ become of the gradients; `REFUSALS` says in which states a call is refused: why,
     IDLE ─────────────────────> BACKWARD ───────────────> ACCUMULATED   waits for a backward that ends the step
                                                           SUMMED        complete, and may be added to
                                                           REDUCED       complete
-    SUMMED, REDUCED ──finish_grad_sync──> FINISHED ──update──> FINISHED ──zero_grad──> IDLE
+    SUMMED, REDUCED ──finish_grad_sync──> FINISHED ──zero_grad──> IDLE
     any ──fail──> FAILED ──zero_grad──> IDLE
 
 A backward that brings gradients to no parameter, as `torch.autograd.grad(loss, x)`, is no part of the step: it has
 calls of its own, and leads back to where it began.
 
-Flags say if updated weights are installed, which a forward needs, and where the model's forward is. A forward changes
-no gradient: it may run in every state of the step.
+Flags say where the model's forward is. It changes no gradient, and may run in every state of the step.
 """
 
 from __future__ import annotations
@@ -39,43 +38,32 @@ class StepState(Enum):
 class Call(Enum):
     pre_backward = "backward()"
     finish_grad_sync = "finish_grad_sync()"
-    update = "optimizer.step()"
     zero_grad = "zero_grad()"
 
 
-_INSIDE = (
-    "finish_grad_sync() (optimizer.step(), grad_norm() and full_gradients() call it) inside a backward, while gradients"
-    " are still arriving; call it after backward() has returned"
-)
-_NEVER_REDUCED = "gradients were never reduced: the step's last backward ran inside no_sync(); run the last one outside"
-_UNFINISHED = (
-    "step(sync_grad_before_optimizer_step=False) before the gradients were finished: call model.finish_grad_sync()"
-    " before it, or leave sync_grad_before_optimizer_step=True"
-)
-_INCOMPLETE = (
-    "the last backward raised, or a reduction of it; its gradients are incomplete: call zero_grad() and try again"
-)
 REFUSALS: dict[tuple[StepState, Call], str] = {
-    (StepState.BACKWARD, Call.finish_grad_sync): _INSIDE,
-    (StepState.BACKWARD, Call.update): _INSIDE,
+    (StepState.BACKWARD, Call.finish_grad_sync): (
+        "finish_grad_sync() (optimizer.step(), grad_norm() and full_gradients() call it) inside a backward, while"
+        " gradients are still arriving; call it after backward() has returned"
+    ),
     (StepState.BACKWARD, Call.zero_grad): (
         "zero_grad() inside a backward would forget gradients that are still arriving; call it after backward() has"
         " returned"
     ),
-    (StepState.ACCUMULATED, Call.finish_grad_sync): _NEVER_REDUCED,
-    (StepState.ACCUMULATED, Call.update): _NEVER_REDUCED,
-    (StepState.SUMMED, Call.update): _UNFINISHED,
+    (StepState.ACCUMULATED, Call.finish_grad_sync): (
+        "gradients were never reduced: the step's last backward ran inside no_sync(); run the last one outside"
+    ),
     (StepState.REDUCED, Call.pre_backward): (
         "a second backward with synchronisation would reduce already reduced gradients again; wrap all microbatches but"
         " the last in no_sync(), or call zero_grad() between them"
     ),
-    (StepState.REDUCED, Call.update): _UNFINISHED,
     (StepState.FAILED, Call.pre_backward): (
         "the last backward raised, or a reduction of it; its gradients are incomplete, and another backward would add"
         " to them: call zero_grad() before it"
     ),
-    (StepState.FAILED, Call.finish_grad_sync): _INCOMPLETE,
-    (StepState.FAILED, Call.update): _INCOMPLETE,
+    (StepState.FAILED, Call.finish_grad_sync): (
+        "the last backward raised, or a reduction of it; its gradients are incomplete: call zero_grad() and try again"
+    ),
 }
 
 
@@ -135,8 +123,7 @@ class Step:
         self.sync = True  # False inside `no_sync`
         self.num_backwards = 0
         self.plan = shape.plan(sync=True, adds=False)
-        self.is_installed = True  # False after step(install_optimized_model_weights=False)
-        self.num_updates = 0
+        self.num_updates = 0  # that were installed
         self.has_sums = False  # a backward of this step is reduced
         self.running: set[str] = set()  # units whose forward runs, not counting recomputation in a backward
         self.in_forward = False  # from the model's pre-forward to its post-forward
@@ -180,7 +167,7 @@ class Step:
         self.num_forwards += 1
         self._first_node = next_number()
 
-    # -- backward and update ---------------------------------------------------------------------------------------
+    # -- backward --------------------------------------------------------------------------------------------------
 
     def pre_backward(self, *, of_inputs: bool = False) -> None:
         """Begin a backward; a refused one fails the step. of_inputs: `torch.autograd.grad` of inputs alone. StepError:
@@ -234,18 +221,3 @@ class Step:
         self.check(Call.zero_grad)
         self.state = StepState.IDLE
         self.num_backwards, self.has_sums = 0, False
-
-    def update(self, *, installs: bool) -> None:
-        self.check(Call.update)
-        self.is_installed &= installs
-
-    def weights_installed(self) -> None:
-        self.num_updates += 1
-        self.is_installed = True
-
-    def check_installed(self) -> None:
-        if not self.is_installed:
-            raise StepError(
-                "weights were updated by step(install_optimized_model_weights=False) and are not installed: call"
-                " model.install_optimized_model_weights() before they are used"
-            )

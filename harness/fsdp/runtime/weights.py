@@ -69,7 +69,7 @@ class Weights:
         self.adopt_edits()
         self.gather.reshard_all()
         self.wait()
-        self.step.weights_installed()
+        self.step.num_updates += 1
         refresh_scales(self._in_8_bits, self.meshes)
         for bucket in self.buckets:
             bucket.install()
@@ -131,7 +131,6 @@ class Weights:
         self.hooks.recover()
         if self.hooks.is_inside:
             raise RuntimeError("unsharded() inside the model's forward or backward: weights that run are whole already")
-        self.step.check_installed()
         self.hooks.check_module()
         self.adopt_edits()
         self.bring_up_to_date()

@@ -27,8 +27,8 @@ from harness.fsdp.update.matrices import MatrixStep
 from harness.fsdp.update.rules import COUNTERS, KERNELS, kernel_settings, moments_of
 from harness.private_torch import local_tensor, note_step
 
-SYNC, INSTALL = "sync_grad_before_optimizer_step", "install_optimized_model_weights"
-"""Arguments of `step` beside a closure, True by default: megatron-fsdp's names."""
+IN_VAIN = ("sync_grad_before_optimizer_step", "install_optimized_model_weights")
+"""Arguments that megatron-fsdp's `step` has: what the loop did by itself is not done again."""
 Opt = torch.optim.Optimizer
 
 
@@ -54,19 +54,18 @@ class Rows:
 
 
 class LocalStep:
-    """before: called, with further arguments of `step`, before the rule may write main weights. *Collective.* unfused:
-    see `kernel_settings`. steps_unused: None is stepped as zeros. matrices: step what is needed whole, and call the
-    rule for the rest. agree: called before that, once gradients are known. *Collective.*
+    """before: called before the rule may write main weights. *Collective.* unfused: see `kernel_settings`.
+    steps_unused: None is stepped as zeros. matrices: step what is needed whole, and call the rule for the rest.
+    agree: called before that, once gradients are known. *Collective.*
     """
 
     def __init__(self, optimizer: Opt, matrices: MatrixStep | None = None) -> None:
         self.optimizer, self.matrices = optimizer, matrices
-        self.before: list[Callable[..., None]] = []
+        self.before: list[Callable[[], None]] = []
         self.unfused = self.steps_unused = False
         self.agree: Callable[[Opt], None] = lambda _: None
         self.moments = moments_of(optimizer)
         self._known = COUNTERS | (self.moments or frozenset())
-        self._others: dict[str, Any] = {}
         self._rows: dict[int, Rows] = {}  # by identity of the sharded parameter
         self._stepped: list[Rows] = []  # while the rule runs; and groups and state as they were
         self._saved: tuple[list[dict[str, Any]], Any] | None = None
@@ -107,12 +106,12 @@ class LocalStep:
         @bare
         def outer(own: Any, *args: Any, **kwargs: Any) -> Any:
             note_step(own)
-            self._others = {name: kwargs.pop(name) for name in (SYNC, INSTALL) if name in kwargs}
-            if len(args) > 1 or any(value is not None for name, value in kwargs.items() if name != "closure"):
+            given = {name: value for name, value in kwargs.items() if name not in IN_VAIN and value is not None}
+            if len(args) > 1 or given.keys() - {"closure"}:
                 raise NotImplementedError(
-                    f"step({', '.join(kwargs) or '...'}) is not built: step() takes a closure, {SYNC} and {INSTALL}"
+                    f"step({', '.join(given) or '...'}) is not built: step() takes a closure, {' and '.join(IN_VAIN)}"
                 )
-            return hooked(own, *args, **{name: value for name, value in kwargs.items() if value is not None})
+            return hooked(own, *args, **given)
 
         if "step" in vars(optimizer):  # a scheduler that was made before has marked it
             vars(outer).update(vars(held))
@@ -122,7 +121,7 @@ class LocalStep:
 
     def _prepare(self) -> None:
         for before in self.before:
-            before(**self._others)
+            before()
 
     def _begin(self) -> None:
         self._prepare()
