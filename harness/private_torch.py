@@ -112,8 +112,6 @@ running_backward: Callable[[], int] = _of("torch._C", "_current_graph_task_id")
 """Number of the backward that this thread runs, or -1."""
 running_node: Callable[[], Node | None] = _of("torch._C", "_current_autograd_node")
 will_run: Callable[[Node], bool] = _of("torch._C", "_will_engine_execute_node")
-next_number: Callable[[], int] = _of("torch._C._autograd", "_get_sequence_nr")
-"""Sequence number of the node that this thread makes next."""
 
 
 def at_end_of_backward(then: Callable[[], None]) -> None:
@@ -122,15 +120,6 @@ def at_end_of_backward(then: Callable[[], None]) -> None:
 
 is_profiled: Callable[[], bool] = _of("torch._C._autograd", "_profiler_enabled", lambda: False)
 """True while a profiler records this thread; without this name marks are never made."""
-_interpreters: Callable[[], Any] = _of("torch._C._functorch", "peek_interpreter_stack", lambda: None)
-
-
-def in_transform() -> bool:
-    """True inside `torch.func.grad`, `vmap` and their like."""
-    return _interpreters() is not None
-
-
-is_tracing: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined] # not in its `__all__`
 
 
 # -- DTensors ----------------------------------------------------------------------------------------------------------

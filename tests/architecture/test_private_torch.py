@@ -29,7 +29,7 @@ from harness.private_torch import NAMES, OVERRIDDEN, MissingName
 
 ROOT = Path(__file__).parents[2]
 ENGINE = ("fsdp", "fp8", "shm", "watchdog")
-MOST = 33
+MOST = 32
 """Of private names; three of them are used before torch 2.12 alone."""
 PYTHONS = {"_fields", "_replace", "_value_", "_getframe", "_current_frames"}
 """Of named tuples, enumerations and `sys`."""
@@ -204,9 +204,7 @@ def test_subclasses_are_plain_tensors() -> None:
 def test_a_backward_tells_what_runs() -> None:
     told: list[Any] = []
     w, v = (torch.ones(1, requires_grad=True) for _ in range(2))
-    first = private_torch.next_number()
     loss = w * 2
-    assert private_torch.next_number() > first
     leaves = [each.view_as(each).grad_fn.next_functions[0][0] for each in (w, v)]
 
     def hook(_: Any) -> None:
@@ -221,13 +219,6 @@ def test_a_backward_tells_what_runs() -> None:
     assert told[1:3] == [True, False]
     assert told[4:] == ["over"]
     assert private_torch.running_backward() == -1
-
-
-def test_transforms_are_seen() -> None:
-    seen: list[bool] = []
-    torch.func.vmap(lambda x: seen.append(private_torch.in_transform()) or x)(torch.ones(2))
-    seen += [private_torch.in_transform(), private_torch.is_tracing()]
-    assert seen == [True, False, False]
 
 
 def test_schemas_tell_what_is_written_and_foreach_takes_the_classes_that_are_listed() -> None:

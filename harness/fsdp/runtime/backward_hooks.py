@@ -6,8 +6,7 @@ call nobody differentiates) is settled when the whole backward ends, by a callba
 
 A unit may hand tensors on where no hook finds them: in an attribute, a closure, an object of its own. Its backward may
 then begin before a hook tells so. For this reason the next unit of the sweep is unsharded as soon as one is over, not
-only when a gradient comes to its outputs; a unit of which neither inputs nor outputs can be seen stays whole from its
-forward on; and what arrives from a unit whose weights were not whole is refused, because what came of it is wrong.
+only when a gradient comes to its outputs; and what arrives from a unit whose weights were not whole is refused.
 
 Of a unit whose calls are all passed, gradients may still come: autocast's copy of a weight may have been made before
 the call, in an evaluation say, and what is behind it needs no weights. They are taken.
@@ -124,7 +123,7 @@ class BackwardHooks:
         self._refuse_unsupported()
         begin_backward([unit.readiness for unit in self.units], forward)
         coming = [(call, unit) for unit in self.units for call in unit.readiness.due]
-        self._coming = sorted(coming, key=lambda each: each[0].begin)
+        self._coming = sorted(coming, key=lambda each: each[0].number)
         of_inputs = self._is_of_inputs
         if not of_inputs:
             self.before_backward()
@@ -237,7 +236,7 @@ class BackwardHooks:
         unit.readiness.note_passed(call)
         self._end_if_over(unit)
         if unit.readiness.is_resting and not self.reduce.is_done_with(unit):  # gathered again for its next call
-            self.gather.reshard(unit, kept_too=False)
+            self.gather.reshard(unit)
             self._rested.add(unit)
             self._unshard_next()
 

@@ -35,7 +35,6 @@ class GatherPipeline:
         self._groups = {group: None for mesh in meshes for group in (mesh.gather, mesh.outer) if group is not None}
         self._on_way: dict[Unit, None] = {}
         self._whole: set[Unit] = set()
-        self._kept: set[Unit] = set()
         self._held: set[Unit] = set()
         self._sweep: list[Unit] = []
         self._places: dict[Unit, int] = {}
@@ -71,11 +70,11 @@ class GatherPipeline:
         self._take_turns(len(self._sweep), keep=keep)
         for unit in self.order:  # the last one, where no backward follows
             if unit is not keep:
-                self.reshard(unit, kept_too=False)
+                self.reshard(unit)
         if self._late:
             self._learn_order()
         if not backward_follows and not inside:
-            self.reshard_all(kept_too=False)
+            self.reshard_all()
 
     def pre_backward(self) -> None:
         """A backward begins: sweep over the units in reverse order, after the root, where another forward has resharded
@@ -193,27 +192,18 @@ class GatherPipeline:
 
     # -- reshard ---------------------------------------------------------------------------------------------------
 
-    def keep(self, unit: Unit) -> None:
-        """A unit's forward has ended, and nothing can tell when its backward begins: it stays whole until that ends."""
-        self._kept.add(unit)
-
-    def reshard(self, unit: Unit, *, kept_too: bool = True, root_too: bool = False) -> None:
-        """Drop a unit's whole weights, each rank keeping its part; the root's stay until the backward ends.
-
-        kept_too: also where its backward needs them as they are.
-        """
-        stays = unit in self._held or (unit in self._kept and not kept_too) or (unit.is_root and not root_too)
-        if stays or unit not in self._whole:
+    def reshard(self, unit: Unit, *, root_too: bool = False) -> None:
+        """Drop a unit's whole weights, each rank keeping its part; the root's stay until the backward ends."""
+        if unit in self._held or (unit.is_root and not root_too) or unit not in self._whole:
             return
-        self._kept.discard(unit)
         self._whole.discard(unit)
         for bucket in unit.buckets:
             bucket.reshard()
 
-    def reshard_all(self, *, kept_too: bool = True) -> None:
+    def reshard_all(self) -> None:
         """Reshard every unit, the root too, waiting for gathers under way; a sweep that had begun is over."""
         self._begin([])
-        for unit in [each for each in self.order if kept_too or each not in self._kept]:
+        for unit in self.order:
             if unit in self._on_way:
                 self._wait_for_unshard(unit)
             self.reshard(unit, root_too=True)
@@ -255,8 +245,8 @@ class GatherPipeline:
         return found
 
     def let_go(self, units: Sequence[Unit]) -> None:
-        """Reshard units that `hold` gave, but for those whose backward needs them as they are."""
+        """Reshard units that `hold` gave."""
         for unit in units:
             self._held.discard(unit)
             unit.is_held = False
-            self.reshard(unit, kept_too=False, root_too=True)
+            self.reshard(unit, root_too=True)

@@ -28,7 +28,7 @@ from harness.fsdp.runtime.units import Unit, buckets_of, rest
 from harness.fsdp.runtime.weak_hooks import WeakHook
 from harness.fsdp.storage import edits
 from harness.fsdp.storage.parameter_access import Whereabouts, by_engine
-from harness.private_torch import in_transform, is_tracing, tree_flatten, tree_leaves, tree_unflatten
+from harness.private_torch import tree_flatten, tree_leaves, tree_unflatten
 
 
 class Hooks(BackwardHooks):
@@ -39,7 +39,6 @@ class Hooks(BackwardHooks):
         self.whereabouts: Whereabouts  # once parameters are sharded
         self._depth = 0  # of forwards of the model inside its own, or inside a method
         self._alone: Unit | None = None  # called outside of the model's forward
-        self._num_updates = 0
         for unit in units:
             before = WeakHook(self._root_pre_forward) if unit.is_root else WeakHook(self._pre_forward, unit)
             after = WeakHook(self._root_post_forward) if unit.is_root else WeakHook(self._post_forward, unit)
@@ -89,17 +88,6 @@ class Hooks(BackwardHooks):
         if step.in_forward or step.forward_raised:
             self.gather.reshard_all()
         rest(self.units[:1])  # unsharded since a forward that no backward followed
-        if is_tracing() or in_transform():
-            raise RuntimeError(
-                "torch.jit.trace (torch.onnx.export by TorchScript, too) and torch.func transforms (grad, vjp, jvp,"
-                " jacrev, vmap) cannot go through a sharded model, whose weights are gathered in place: use"
-                " loss.backward() or torch.autograd.grad(loss, inputs), or a plain copy of the module that has loaded"
-                " full_weights()"
-            )
-        if step.num_updates != self._num_updates:
-            self._num_updates = step.num_updates
-            for unit in self.units:
-                unit.readiness.num_unseen = 0
         self.check_module()
         self.before_forward()
         for bucket in self.root.buckets:
@@ -128,7 +116,8 @@ class Hooks(BackwardHooks):
         output = self._own(self.root, output)
         leaves, number = tensors_with_grad(output), self.step.forward_number
         inside = self._depth > 0
-        self.gather.post_forward(backward_follows=bool(leaves) or self.step.made_nodes, inside=inside)
+        follows = bool(leaves) or (self.step.with_gradients and not self._is_all_frozen)
+        self.gather.post_forward(backward_follows=follows, inside=inside)
         if not inside:
             for bucket in buckets_of(self.units):
                 bucket.receive()
@@ -177,6 +166,7 @@ class Hooks(BackwardHooks):
         given = (args, tuple(kwargs.values()))
         _map_tensors(given, inputs.append)
         if not inputs:
+            unit.readiness.is_blind = True
             return None
         passed: Any = PassedInputs.apply(WeakHook(self._inputs_passed, unit, call), *inputs)  # type: ignore[no-untyped-call] # torch's
         unit.readiness.watch(call, passed[0].grad_fn)
@@ -203,11 +193,8 @@ class Hooks(BackwardHooks):
         leaves = tensors_with_grad(output)
         _refuse_edited(unit, calls[-1])
         self.watch_outputs(unit, leaves, calls[-1])
-        if not leaves and torch.is_grad_enabled() and calls[-1].is_unseen:
-            unit.readiness.num_unseen += 1
-            self.gather.keep(unit)
         if len(calls) == 1 and (unit is not self.gather.last or not leaves):  # it may be called in its own forward
-            self.gather.reshard(unit, kept_too=False)
+            self.gather.reshard(unit)
         return output
 
     def _own(self, unit: Unit, output: Any) -> Any:

@@ -28,13 +28,16 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence, Set
+from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from harness.fsdp.storage.parameter_access import HOME, by_engine
-from harness.private_torch import next_number, running_node, will_run
+from harness.private_torch import running_node, will_run
+
+_NUMBERS = count()
 
 
 class PassedInputs(torch.autograd.Function):
@@ -55,14 +58,9 @@ class Call:
 
     def __init__(self, forward: int) -> None:
         self.forward = forward
-        self.begin = next_number()  # of autograd's nodes
+        self.number = next(_NUMBERS)
         self.inputs: Sequence[Tensor] = ()  # aliases of what has gradients, while its forward runs
         self.identity: Callable[[], Any] = lambda: None  # node on the inputs, as long as its graph lives
-
-    @property
-    def is_unseen(self) -> bool:
-        """True if the call made nodes and no hook stands on its inputs."""
-        return self.identity() is None and next_number() > self.begin
 
 
 class Readiness:
@@ -75,7 +73,7 @@ class Readiness:
         self.params, self.num_params = params, num_params
         self.running: list[Call] = []  # whose forward runs, the innermost last
         self._calls: weakref.WeakSet[Call] = weakref.WeakSet()  # with an identity, which alone keeps them
-        self.num_unseen = 0  # calls without any hook; no backward may reach those from before an update
+        self.is_blind = False  # some call had no identity: nothing tells when it is passed
         self.post_backward()
 
     def post_backward(self) -> None:
@@ -121,7 +119,7 @@ class Readiness:
         self._due_params = {id(param) for param in trained} & due
         self._is_reached = bool(self.due or self._due_params)
         self._gets_all = len(self._due_params) == self.num_params
-        self.is_due_once = len(self.due) + self.num_unseen <= 1
+        self.is_due_once = len(self.due) <= 1
 
     def note_forwards(self, numbers: Set[int]) -> None:
         """Forwards that this backward goes through; empty: unknown."""
@@ -144,7 +142,7 @@ class Readiness:
 
     @property
     def is_passed(self) -> bool:
-        return not (self.due or self._inside or self.num_unseen)
+        return not (self.due or self._inside or self.is_blind)
 
     @property
     def is_due(self) -> bool:

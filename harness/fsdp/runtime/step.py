@@ -22,8 +22,6 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
-from harness.private_torch import next_number
-
 
 class StepState(Enum):
     IDLE = "no backward has run since gradients were last forgotten"
@@ -130,7 +128,6 @@ class Step:
         self.forward_raised = False  # and left weights unsharded
         self.with_gradients = False
         self.num_forwards = 0
-        self._first_node = 0
 
     @property
     def in_backward(self) -> bool:
@@ -156,16 +153,10 @@ class Step:
         """Number of the running forward, from 1; 0 outside."""
         return self.num_forwards if self.in_forward else 0
 
-    @property
-    def made_nodes(self) -> bool:
-        """True if the forward made nodes that a backward could go through."""
-        return self.with_gradients and next_number() > self._first_node
-
     def pre_forward(self, root: str, *, with_gradients: bool) -> None:
         self.in_forward, self.forward_raised, self.with_gradients = True, False, with_gradients
         self.running = {root}
         self.num_forwards += 1
-        self._first_node = next_number()
 
     # -- backward --------------------------------------------------------------------------------------------------
 

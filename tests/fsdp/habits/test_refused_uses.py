@@ -78,8 +78,11 @@ def transforms(rank: int, strategy: str) -> list[str]:
     run = run_of(Net, rank, strategy)
     x, model = run.data(0), run.model
     through = torch.func.grad(lambda x: mean_square(model, x))
-    found = said(lambda: through(x), RuntimeError, r"torch\.func transforms", r"torch\.autograd\.grad\(loss")
-    found += said(lambda: torch.jit.trace(model, x), RuntimeError, r"copy of the module that has loaded full_weights")
+    found = said(lambda: through(x), RuntimeError)
+    if strategy != "no_shard":
+        found += said(lambda: torch.jit.trace(model, x), RuntimeError)
+    with torch.no_grad():
+        found += [] if torch.allclose(torch.func.vmap(model)(x), model(x), atol=1e-6) else ["vmap"]
     with forward_ad.dual_level():
         twofold = forward_ad.make_dual(x, torch.ones_like(x))
         found += said(lambda: model(twofold), NotImplementedError, "forward mode AD")  # torch's
@@ -232,9 +235,6 @@ test_it_is_right_or_says_what_to_do = each_holds(__name__, CHECKS)
 MUTANTS = of_slips(
     """
     [The engine, by what it cannot take]
-    transforms: torch's own words tell of a transform that cannot go through a unit
-        fsdp.runtime.hooks.in_transform: lambda *_: False
-        transforms / no_shard
     edited inputs: What a unit edited in place is used by its caller without a gradient through the edit
         fsdp.runtime.hooks._refuse_edited: lambda *_, **__: None
         edited_inputs
