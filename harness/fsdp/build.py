@@ -32,7 +32,7 @@ from harness.fsdp.runtime.gradient_sync import GradientSync
 from harness.fsdp.runtime.hooks import Hooks, abandon
 from harness.fsdp.runtime.materialize import leave_meta, reset_by_module, values_of_first_rank
 from harness.fsdp.runtime.reduce import ReducePipeline
-from harness.fsdp.runtime.step import Step, StepShape
+from harness.fsdp.runtime.step import Step
 from harness.fsdp.runtime.units import Members, Unit, UnitPlan, buckets_of, build_units, is_expert, plan_units
 from harness.fsdp.runtime.weak_hooks import WeakHook
 from harness.fsdp.runtime.weights import Weights
@@ -162,7 +162,7 @@ class Engine:
     def _wire(self, module: nn.Module) -> None:
         options, meshes, runtime, units = self.options, self.meshes, self.runtime, self.units
         self.guard = guard = GradientGuard(meshes.everyone) if options.report_nan_in_param_grad else None
-        self.step = step = Step(self._step_shape())
+        self.step = step = self._step()
         gather = GatherPipeline(units, options.prefetch)
         self.gather = gather
         self.reduce = ReducePipeline(
@@ -177,11 +177,11 @@ class Engine:
         self.gradients = GradientSync(hooks, weights, self.integers)
         self.named_state = StateAccess(module, weights, self.gradients)
 
-    def _step_shape(self) -> StepShape:
+    def _step(self) -> Step:
         placed = [self.context.placements(has_outer=mesh.has_outer) for mesh in self.meshes]
         locally = any(each.accumulates_locally for each in placed)
         reduces_once = any(each.reduces_once for each in placed)
-        return StepShape(
+        return Step(
             reduces_each=not locally or self.integers is not None,
             reduces_once=reduces_once,
             exact_terms=None if self.integers is None else self.integers.fixed.terms,

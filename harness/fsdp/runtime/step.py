@@ -74,28 +74,6 @@ class BackwardPlan:
     of_inputs: bool = False
 
 
-@dataclass(frozen=True)
-class StepShape:
-    """Demands of strategy, axes and options on every step.
-
-    reduces_each: every backward is reduced, also inside `no_sync`. reduces_once: some reduction comes once a step, so
-    that a backward inside `no_sync` leaves something to reduce. exact_terms: most microbatches over all ranks under
-    numerics=exact; None: any number.
-    """
-
-    reduces_each: bool
-    reduces_once: bool
-    exact_terms: int | None = None
-    num_ranks: int = 1
-
-    def plan(self, *, sync: bool, adds: bool) -> BackwardPlan:
-        """Plan of a backward. sync: it ends the step; adds: one of this step was reduced before it."""
-        leads_to = StepState.SUMMED
-        if self.reduces_once:
-            leads_to = StepState.REDUCED if sync else StepState.ACCUMULATED
-        return BackwardPlan(sync or self.reduces_each, last=sync, adds=adds, leads_to=leads_to)
-
-
 class Progress(NamedTuple):
     """How far a rank is when it finishes a step's gradients; all ranks must be there.
 
@@ -116,13 +94,24 @@ class StepError(RuntimeError):
 
 
 class Step:
-    def __init__(self, shape: StepShape) -> None:
-        self.shape, self.state = shape, StepState.IDLE
+    """
+    Args:
+        reduces_each: every backward is reduced, also inside `no_sync`.
+        reduces_once: some reduction comes once a step, so that a backward inside `no_sync` leaves something to reduce.
+        exact_terms: most microbatches over all ranks under numerics=exact; None: any number.
+    """
+
+    def __init__(
+        self, *, reduces_each: bool, reduces_once: bool, exact_terms: int | None = None, num_ranks: int = 1
+    ) -> None:
+        self.reduces_each, self.reduces_once = reduces_each, reduces_once
+        self.exact_terms, self.num_ranks = exact_terms, num_ranks
+        self.state = StepState.IDLE
         self.sync = True  # False inside `no_sync`
         self.num_backwards = 0
-        self.plan = shape.plan(sync=True, adds=False)
         self.num_updates = 0  # that were installed
         self.has_sums = False  # a backward of this step is reduced
+        self.plan = self._plan()
         self.running: set[str] = set()  # units whose forward runs, not counting recomputation in a backward
         self.in_forward = False  # from the model's pre-forward to its post-forward
         self.forward_raised = False  # and left weights unsharded
@@ -135,7 +124,7 @@ class Step:
 
     @property
     def progress(self) -> Progress:
-        return Progress(self.num_updates, self.num_backwards if self.shape.reduces_each else 0)
+        return Progress(self.num_updates, self.num_backwards if self.reduces_each else 0)
 
     @property
     def has_gradients(self) -> bool:
@@ -171,7 +160,7 @@ class Step:
             self.check(Call.pre_backward)
             if self.state is StepState.FINISHED:
                 self.num_backwards, self.has_sums = 0, False
-            most, ranks = self.shape.exact_terms, self.shape.num_ranks
+            most, ranks = self.exact_terms, self.num_ranks
             if most is not None and (self.num_backwards + 1) * ranks > most:
                 raise ValueError(
                     f"numerics=exact was told that at most {most} microbatches over all ranks are added up; this step"
@@ -180,10 +169,16 @@ class Step:
         except Exception:
             self._fail_at_once()
             raise
-        self.plan = self.shape.plan(sync=self.sync, adds=self.has_sums)
+        self.plan = self._plan()
         self.has_sums |= self.plan.reduce_units
         self.num_backwards += 1
         self.state = StepState.BACKWARD
+
+    def _plan(self) -> BackwardPlan:
+        leads_to = StepState.SUMMED
+        if self.reduces_once:
+            leads_to = StepState.REDUCED if self.sync else StepState.ACCUMULATED
+        return BackwardPlan(self.sync or self.reduces_each, last=self.sync, adds=self.has_sums, leads_to=leads_to)
 
     def check_forward(self, num_updates: int, *, is_stale: bool) -> None:
         """Fail the step and raise StepError for a backward through a forward from before an update."""

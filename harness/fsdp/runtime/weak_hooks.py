@@ -8,14 +8,12 @@ with modules, parameters and graphs, look so at the engine. Nothing of it is a c
 `unit.compile()`, `torch.compile(unit)` and the like take in what a module's call does, its hooks too; collectives
 cannot be traced, so that a graph ends where a hook is called.
 
-"Optimizer in backward" updates a parameter as soon as its gradient is accumulated. In a sharded model that gradient is
-of this rank alone, and on its way to the others: ranks would part, or the update would be lost with gathered weights.
-`optimizer.step()` inside a backward is refused by the step's state; an update by hand is seen here: while such a hook
-runs, edits through `data` are counted as the parameter's own are.
+"Optimizer in backward" would update a parameter by a gradient of this rank alone: ranks would part, or the update be
+lost with gathered weights. While such a hook runs, edits through `data` are counted as the parameter's own are.
 
 torch shows such a hook the sum over all backwards so far. So do strategies that add up on each rank. Where earlier sums
-lie elsewhere (split over ranks, or finished), `.grad` is this backward's alone, and an edit would miss the rest of the
-sum: it is refused. The engine's own hook runs last and takes what others leave.
+lie elsewhere (split over ranks, or finished), an edit of `.grad` would miss them: it is refused. The engine's own hook
+runs last and takes what others leave.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ import weakref
 from collections.abc import Callable
 from operator import call
 from types import MethodType
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -33,9 +31,9 @@ from harness.fsdp.comm.events import marked
 from harness.fsdp.ragged.tensor import local_of
 from harness.fsdp.runtime.step import Step, StepError
 from harness.fsdp.storage.at_rest import counting
-from harness.fsdp.storage.parameter_access import WATCH, by_engine, grad_of, put_grad
+from harness.fsdp.storage.parameter_access import WATCH, grad_of, put_grad
 from harness.fsdp.tensor_parallel import edits_of
-from harness.private_torch import accumulation_hooks, is_profiled
+from harness.private_torch import accumulation_hooks, is_profiled, without_torch_function
 
 Hook = Callable[[Any], Any]
 
@@ -86,41 +84,35 @@ class ProgramHook:
         if not self.step.in_backward:
             self.hook(param)
             return
-        shown = grad_of(param)
-        before = shown.detach().clone() if shown is not None and self.sums_elsewhere() else None
-        self._run(param)
-        if shown is not None:
-            self._keep(param, shown, before)
-
-    @by_engine
-    def _keep(self, param: nn.Parameter, shown: Tensor, before: Tensor | None) -> None:
-        left = grad_of(param)
-        if left is None or (before is not None and not _same_bits(left, before)):
-            raise StepError(
-                f"a hook (register_post_accumulate_grad_hook) has {'dropped' if left is None else 'changed'} .grad of"
-                f" parameter {self.name} inside the backward, where it is a part of the gradient alone: not yet summed"
-                " over ranks, and without earlier backwards of the step. Edit p.grad for p in model.parameters()"
-                " between the last backward and optimizer.step(); or edit what each backward brings, by"
-                " parameter.register_hook(function), or by the loss"
-            )
-        if left is not shown:
-            shown.copy_(left)
-            put_grad(param, shown)
-
-    def _run(self, param: nn.Parameter) -> None:
-        own, before = type(param), _edits(param)
+        own, before = type(param), None
+        with without_torch_function():
+            edits, shown = edits_of(param), grad_of(param)
+            if shown is not None and self.sums_elsewhere():
+                before = shown.detach().clone()
         param.__class__ = counting(own)
         try:
             self.hook(param)
         finally:
             param.__class__ = own
-        if _edits(param) != before:
-            raise StepError(
-                f"a hook (register_post_accumulate_grad_hook) has changed values of parameter {self.name} inside the"
-                " backward, where .grad is of this rank alone and not yet summed over ranks: they would part, or the"
-                " change be lost. Call optimizer.step() after backward(): strategies that split gradients keep a part"
-                " of them only, which is what stepping in a hook would save"
-            )
+        with without_torch_function():
+            if edits_of(param) != edits:
+                self._refuse("changed values")
+            left = grad_of(param)
+            if shown is None or (left is shown and before is None):
+                return
+            if left is None or (before is not None and not _same_bits(left, before)):
+                self._refuse("dropped .grad" if left is None else "changed .grad")
+            elif left is not shown:
+                shown.copy_(left)
+                put_grad(param, shown)
+
+    def _refuse(self, did: str) -> NoReturn:
+        raise StepError(
+            f"a hook (register_post_accumulate_grad_hook) has {did} of parameter {self.name} inside the backward,"
+            " where .grad is a part of the gradient alone: not yet summed over ranks, and without earlier backwards of"
+            " the step. Call optimizer.step() after backward(), and edit p.grad for p in model.parameters() between the"
+            " last backward and optimizer.step(); or edit what each backward brings by param.register_hook(function)"
+        )
 
 
 def watch(name: str, param: nn.Parameter, step: Step, sums_elsewhere: Callable[[], bool]) -> None:
@@ -140,11 +132,6 @@ def watch(name: str, param: nn.Parameter, step: Step, sums_elsewhere: Callable[[
     hooks: dict[int, Hook] = accumulation_hooks(param) or {}
     for key, hook in hooks.items():
         hooks[key] = watched(hook)
-
-
-@by_engine
-def _edits(param: nn.Parameter) -> int:
-    return edits_of(param)
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
