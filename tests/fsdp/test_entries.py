@@ -171,7 +171,7 @@ MUTANTS = of_slips(
         fsdp.megatron.fully_shard_model: grad_divisor=grad_divisor, => grad_divisor=None,
         every_way / optim
     forgets earlier: A second synchronised backward takes the place of the first
-        fsdp.runtime.gradient_sync.GradientSync._install: = self._kept, [] => = [], []
+        fsdp.runtime.gradient_sync.GradientSync._install: = self._kept, {} => = {}, {}
         auto_sync / optim
     """
 )

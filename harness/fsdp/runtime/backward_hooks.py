@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -28,7 +27,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from harness.fsdp.comm.events import marked
 from harness.fsdp.runtime.gather import GatherPipeline
 from harness.fsdp.runtime.readiness import Call, begin_backward, could_reach, due_among
 from harness.fsdp.runtime.reduce import ReducePipeline
@@ -40,7 +38,6 @@ from harness.fsdp.storage.param_group import ParamGroup
 from harness.fsdp.storage.parameter_access import by_engine, grad_of, put_grad
 from harness.private_torch import (
     at_end_of_backward,
-    is_profiled,
     running_backward,
     without_torch_function,
 )
@@ -290,13 +287,12 @@ class BackwardHooks:
     def _post_backward(self, unit: Unit) -> None:
         if unit.is_root:
             return
-        with marked("post_backward", unit.name) if is_profiled() else nullcontext():
-            if not unit.readiness.needs_weights:
-                self.gather.reshard(unit)
-            if not self.step.plan.reduce_units:
-                self.reduce.bring_in(unit)
-            elif unit.trainable and not self.reduce.is_done_with(unit):
-                self.reduce.mark_ready(unit)
+        if not unit.readiness.needs_weights:
+            self.gather.reshard(unit)
+        if not self.step.plan.reduce_units:
+            self.reduce.bring_in(unit)
+        elif unit.trainable and not self.reduce.is_done_with(unit):
+            self.reduce.mark_ready(unit)
 
 
 @by_engine

@@ -35,7 +35,7 @@ class GatherPipeline:
         self._groups = {group: None for mesh in meshes for group in (mesh.gather, mesh.outer) if group is not None}
         self._on_way: dict[Unit, None] = {}
         self._whole: set[Unit] = set()
-        self._held: set[Unit] = set()
+        self._num_held = 0
         self._sweep: list[Unit] = []
         self._places: dict[Unit, int] = {}
         self._next = self._passed = 0  # places in the sweep: of the first unit not begun, and not passed
@@ -194,7 +194,7 @@ class GatherPipeline:
 
     def reshard(self, unit: Unit, *, root_too: bool = False) -> None:
         """Drop a unit's whole weights, each rank keeping its part; the root's stay until the backward ends."""
-        if unit in self._held or (unit.is_root and not root_too) or unit not in self._whole:
+        if unit.is_held or (unit.is_root and not root_too) or unit not in self._whole:
             return
         self._whole.discard(unit)
         for bucket in unit.buckets:
@@ -226,12 +226,12 @@ class GatherPipeline:
 
     @property
     def holds(self) -> bool:
-        return bool(self._held)
+        return self._num_held > 0
 
     def hold(self, units: Sequence[Unit]) -> list[Unit]:
         """Have units whole until `let_go`, whatever begins and ends meanwhile; returns those that were not held.
         *Collective.* Raises ValueError: under double_buffer there is no room for them; none is held then."""
-        found = [unit for unit in units if unit not in self._held]
+        found = [unit for unit in units if not unit.is_held]
         for unit in sorted(found, key=lambda unit: self.order.index(unit) if unit in self.order else 0):
             if not self.is_whole(unit):
                 try:
@@ -240,13 +240,13 @@ class GatherPipeline:
                     self.let_go(found)
                     raise
                 self._wait_for_unshard(unit)
-            self._held.add(unit)
             unit.is_held = True
+            self._num_held += 1
         return found
 
     def let_go(self, units: Sequence[Unit]) -> None:
         """Reshard units that `hold` gave."""
         for unit in units:
-            self._held.discard(unit)
+            self._num_held -= unit.is_held
             unit.is_held = False
             self.reshard(unit, root_too=True)

@@ -25,7 +25,6 @@ from harness.fsdp.storage.gradients import Gradients
 from harness.fsdp.storage.param_group import ParamGroup
 from harness.fsdp.storage.parameter_access import by_engine
 
-Kept = tuple[ShardedParameters, list[Tensor], set[int]]
 _UPDATE = 1 << 20
 USED = "used parameters"
 
@@ -42,7 +41,8 @@ class GradientSync:
         self.usage = Usage(weights.meshes, hooks.units)
         self.same_data = SameData(hooks.root.module, buckets_of(hooks.units), weights.meshes)
         self.sharded: list[ShardedParameters] = []
-        self._kept: list[Kept] = []
+        # copies of main gradients that a backward adds to, and whose they are
+        self._kept: dict[ShardedParameters, tuple[list[Tensor], set[int]]] = {}
         self._has_begun = False
         self._settled = False
         for bucket in (bucket for unit in self.units for bucket in unit.trainable):
@@ -52,7 +52,7 @@ class GradientSync:
     def _sums_elsewhere(self, gradients: Gradients, index: int) -> bool:
         if self.step.num_backwards > 1 and index in gradients.arrived and not gradients.is_in_place:
             return True
-        return any(bool(flat.any()) for _, flats, _ in self._kept for flat in flats)
+        return any(bool(flat.any()) for flats, _ in self._kept.values() for flat in flats)
 
     # -- `.grad` of sharded parameters -------------------------------------------------------------------------------
 
@@ -71,11 +71,9 @@ class GradientSync:
         if self.step.state in (StepState.ACCUMULATED, StepState.SUMMED):
             self.drain()
             bucket.gradients.forget_one(index)
-        for each, flats, had in self._kept:
-            if each.bucket is bucket:
-                had.discard(index)
-                local = bucket.layout.local_slice(bucket.layout.slots[index], bucket.cuts.layout_rank)
-                flats[local.segment][local.offset : local.offset + local.numel].zero_()
+        if (kept := self._kept.get(bucket.views.sharded())) is not None:
+            kept[1].discard(index)
+            bucket.cuts.own_slice(bucket.layout.slots[index]).of(kept[0]).zero_()
 
     @by_engine
     def _begin_backward(self) -> None:
@@ -93,7 +91,7 @@ class GradientSync:
                 continue
             gradients.allocate_sums()
             had = each.collect_grads()
-            self._kept.append((each, [shard.clone() for shard in each.bucket.grad_shards], had))
+            self._kept[each] = [shard.clone() for shard in each.bucket.grad_shards], had
             each.drop_grads()
         if self._settled or self.step.state is not StepState.IDLE:
             self._forget()
@@ -101,11 +99,11 @@ class GradientSync:
 
     @by_engine
     def _restore(self) -> None:
-        kept, self._kept = self._kept, []
+        kept, self._kept = self._kept, {}
         for each in self.sharded if self._has_begun else ():
             each.drop_grads()
         self._has_begun = False
-        for each, flats, had in kept:
+        for each, (flats, had) in kept.items():
             if each.bucket.gradients is not None:
                 each.bucket.gradients.allocate_sums()
             for shard, flat in zip(each.bucket.grad_shards, flats, strict=True):
@@ -126,13 +124,12 @@ class GradientSync:
 
     @by_engine
     def _install(self) -> None:
-        kept, self._kept = self._kept, []
-        had = {id(each): names for each, _, names in kept}
-        for each, flats, _ in kept:
-            for shard, flat in zip(each.bucket.grad_shards, flats, strict=True):
-                shard.add_(flat)
+        kept, self._kept = self._kept, {}
         for each in self.sharded:
-            each.install_grads(had.get(id(each), set()) | each.add_own_grads())
+            flats, had = kept.get(each, ((), set[int]()))
+            for shard, flat in zip(each.bucket.grad_shards if flats else (), flats, strict=True):
+                shard.add_(flat)
+            each.install_grads(had | each.add_own_grads())
 
     def finish(self) -> None:
         """See `FSDPModule.finish_grad_sync`."""
@@ -178,7 +175,7 @@ class GradientSync:
         had = [set[int]() if set_to_none else each.with_grads for each in self.sharded]
         for each in self.sharded if set_to_none else ():
             each.drop_grads()
-        self._kept = []
+        self._kept = {}
         self._forget()
         self._settled = any(had)
         for gradients in self._gradients() if self._settled else ():
@@ -203,9 +200,8 @@ class GradientSync:
     def _forget(self) -> None:
         self._settled = False
         self.reduce.discard()
-        added_to = {id(each) for each, *_ in self._kept}
         for each in self.sharded:
-            if id(each) not in added_to:
+            if each not in self._kept:
                 each.leave_kept_grads()
         for gradients in self._gradients():
             gradients.forget()

@@ -3,18 +3,14 @@
 Units are reduced in reverse forward order on every rank. A unit that is ready early waits for its turn; a unit that
 this rank did not use contributes zeros, as soon as that is known.
 
-[Note: Who waits for whom] A reduction lands when all ranks have come to it and have taken what they get, at the latest
-when they make room two units on; for that they need the weights of every unit so far, of which this rank holds a part.
-A rank that did not use these units is done with them early; before it waits, it takes its turn in the gathers up to the
-unit it makes room for. A gradient of the root may come between any two units: then this rank may still use the unit
-that the others make room for, and its gather is begun and kept. For the same reason a backward ends with the reductions
-of what it did not use, and only then waits until the others have this rank's part of all weights. No rank then waits
-for one that waits for it.
+[Note: Who waits for whom] A reduction lands when all ranks have come to it, at the latest when they make room two units
+on; for that they need the weights of every unit so far, of which this rank holds a part. So a rank that did not use
+these units takes its turn in their gathers before it waits. A gradient of the root may come between any two units: then
+this rank may still use the unit that the others make room for, and its gather is begun and kept. A backward ends with
+the reductions of what it did not use, and only then waits until the others have this rank's part of all weights.
 
-On CUDA sums are queued on a side stream. On a CPU they are made by whoever waits for them: where each core computes
-already, a thread that sums beside the backward hides nothing and disturbs it. What other ranks have offered is also
-summed when this rank issues its next unit, or waits for anything: so ranks that come later to the same place need not
-wait for this one (`harness.shm.transfer`).
+On CUDA sums are queued on a side stream. On a CPU they are made by whoever waits for them, and when this rank issues
+its next unit or waits for anything (`harness.shm.transfer`).
 """
 
 from __future__ import annotations
@@ -138,15 +134,11 @@ class PendingReduction:
         if self.guard is not None:
             self.guard.look(self.bucket, wire if wire is not None and wire.is_floating_point() else source)
 
-    def begin(self) -> None:
-        """Encode the gradients and send every contribution to its owner; or only add them to the sums on this rank."""
-        self._has_more = next(self._stages, _OVER) is not _OVER
-
-    def advance(self) -> bool:
-        """Run the next stage, if there is one; whether more are left."""
+    def advance(self, *, waits: bool = False) -> bool:
+        """Run the next stage, if there is one; whether more are left. waits: for what was queued before."""
         if self._has_more:
-            with self.runtime.stream(self._stream, waits=False):
-                self.begin()
+            with self.runtime.stream(self._stream, waits=waits):
+                self._has_more = next(self._stages, _OVER) is not _OVER
         return self._has_more
 
     def run(self) -> None:
@@ -298,10 +290,9 @@ class ReducePipeline:
 
     def _start(self, bucket: ParamGroup) -> PendingReduction:
         job = PendingReduction(bucket, self)
-        with self.runtime.stream("reduce"):
-            job.begin()
-            if self.runtime.has_streams:
-                job.run()
+        job.advance(waits=True)
+        if self.runtime.has_streams:
+            job.run()
         return job
 
     def _land(self) -> None:

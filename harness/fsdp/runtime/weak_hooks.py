@@ -27,13 +27,12 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import Tensor, nn
 
-from harness.fsdp.comm.events import marked
 from harness.fsdp.ragged.tensor import local_of
 from harness.fsdp.runtime.step import Step, StepError
 from harness.fsdp.storage.at_rest import counting
 from harness.fsdp.storage.parameter_access import WATCH, grad_of, put_grad
 from harness.fsdp.tensor_parallel import edits_of
-from harness.private_torch import accumulation_hooks, is_profiled, without_torch_function
+from harness.private_torch import accumulation_hooks, without_torch_function
 
 Hook = Callable[[Any], Any]
 
@@ -63,11 +62,7 @@ class WeakHook:
                 "the sharded model that this module or tensor belonged to is gone: keep the ShardedModel, or the module"
                 " that was sharded, as long as its parts and outputs are used"
             )
-        if not is_profiled():
-            return self._function(owner, *map(call, self._weak), *self._args, *args, **kwargs)
-        given = [*map(call, self._weak)]
-        with marked(self._function.__name__.removeprefix("_"), getattr(given[0], "name", "") if given else ""):
-            return self._function(owner, *given, *self._args, *args, **kwargs)
+        return self._function(owner, *map(call, self._weak), *self._args, *args, **kwargs)
 
 
 class ProgramHook:

@@ -86,7 +86,7 @@ MUTANTS = slips(
         given_without_a_backward
     others' gradients: One optimizer forgets what another one had
         fsdp.runtime.gradient_sync.GradientSync.forget_unfinished:         self._restore()\n
-            =>         self._kept = []\n
+            =>         self._kept = {}\n
         forgotten_inside_no_sync
     numbers of trained parameters: Frozen parameters are not counted, so that numbers are not torch's
         fsdp.sharding._take_sharded: group["params"] = sharded
