@@ -1,8 +1,7 @@
-"""Hooks of a backward: on parameters, on the outputs of calls and on their inputs. They decide nothing but what has
-begun and what has ended.
+"""Hooks of a backward: on parameters, on the outputs of calls and on their inputs.
 
-When everything has come that `harness.fsdp.runtime.readiness` says is due. What never comes (an undefined gradient, a
-call nobody differentiates) is settled when the whole backward ends, by a callback of the autograd engine.
+A unit's backward ends when everything has come that `harness.fsdp.runtime.readiness` says is due. What never comes (an
+undefined gradient, a call nobody differentiates) is settled when the whole backward ends.
 
 A unit may hand tensors on where no hook finds them: in an attribute, a closure, an object of its own. Its backward may
 then begin before a hook tells so. For this reason the next unit of the sweep is unsharded as soon as one is over, not
@@ -11,9 +10,8 @@ only when a gradient comes to its outputs; and what arrives from a unit whose we
 Of a unit whose calls are all passed, gradients may still come: autocast's copy of a weight may have been made before
 the call, in an evaluation say, and what is behind it needs no weights. They are taken.
 
-`autograd.grad` or `backward` in the model's own forward would release weights that the rest of the forward needs, and
-reduce gradients of half a model. The engine refuses it, as it refuses create_graph: a second differentiation would need
-weights that are released by then.
+`autograd.grad` or `backward` in the model's own forward would release weights that the rest of the forward needs. The
+engine refuses it, as it refuses create_graph: a second differentiation would need weights that are released by then.
 """
 
 from __future__ import annotations

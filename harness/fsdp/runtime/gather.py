@@ -1,11 +1,10 @@
 """The gather pipeline: which units have their weights, which are on the way, what is fetched ahead.
 
 Every sweep over the model (a forward, a backward) issues the gathers of all units in one static order, forwards or in
-reverse, each exactly once: a unit that this rank skips is gathered and dropped when its turn has passed. So the order
-of collectives is the same on all ranks even where they do not use the same units, as long as each rank runs the units
-it uses in definition order and once a forward. A unit asked for after its turn (its module runs late, or again) is
-gathered again out of turn, and the order modules ran in becomes the static one; all ranks must then run the same
-modules in the same order.
+reverse, each exactly once: a unit that this rank skips is gathered and dropped when its turn has passed. So ranks may
+use different units, if each runs those it uses in definition order and once a forward. A unit asked for after its turn
+(its module runs late, or again) is gathered again out of turn, and the order modules ran in becomes the static one; all
+ranks must then run the same modules in the same order.
 """
 
 from __future__ import annotations

@@ -262,11 +262,9 @@ def abandon(
     wait_for_weights: Callable[[], None],
     close_watches: Callable[[], None],
 ) -> None:
-    """Leave collectives of a model that was garbage-collected, without waiting for other ranks.
-
-    Ranks collect a model at different moments. One that waited there, for one whose model is not collected yet and that
-    waits for this rank in its program, would wait for ever. On CUDA streams wait, and not the host. On a CPU nothing is
-    under way where nobody waits; a peer that still wants this rank's part gets the error of one that has ended.
+    """Leave collectives of a model that was garbage-collected, without waiting for other ranks, which collect theirs at
+    other moments. On CUDA streams wait, and not the host. On a CPU a peer that still wants this rank's part gets the
+    error of one that has ended.
     """
     close_watches()
     if runtime.has_streams:

@@ -3,8 +3,7 @@
 At the beginning of a backward autograd knows every node it will run. A unit is over when its parameters among them have
 their gradients, and when the backward has passed the inputs of its calls among them (seen by an identity inserted
 there, which autograd runs after everything else in the call; frozen weights are needed until then). So a unit may be
-called many times, a graph used twice, a parameter used outside its unit's forward, and half a unit not at all. Whatever
-the units do, reductions leave in the static order of `harness.fsdp.runtime.reduce`.
+called many times, a graph used twice, a parameter used outside its unit's forward, and half a unit not at all.
 
 An identity can stand on tensors that are arguments, and not on those in a list, an object or a closure. Where a call
 has none, its unit's weights are needed until the backward ends, unless each of them gets a gradient: that comes when
@@ -16,9 +15,9 @@ again and brought a gradient to every parameter, or until the backward ends.
 
 A unit of which autograd knows nothing may still get gradients that way, but only from a call in a forward that this
 backward goes through. Calls in other ones (an evaluation, a loss that was given up or has a backward of its own) do not
-count: while a rank waits for what never comes, its reductions hold up ranks that use other units, and these hold up its
-gathers. Where no call that autograd knows tells which forwards those are, the forward is taken whose output the
-backward came to first; or, where a call without gradients may be computed again, all count.
+count: a rank that waits for what never comes holds up ranks that use other units. Where no call that autograd knows
+tells which forwards those are, the forward is taken whose output the backward came to first; or, where a call without
+gradients may be computed again, all count.
 
 A unit computes with aliases of its inputs, whose history begins at the engine's node. They share storage and version
 counter, so that an edit in place (`F.relu_(x)`) would change the caller's tensor and not its history: it is refused.

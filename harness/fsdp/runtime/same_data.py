@@ -1,10 +1,8 @@
 """Data of tensor-parallel ranks, compared once, in the first forward with gradients.
 
-Where a plan cuts the embedding and the head, too, every activation is a sum over ranks and every copied gradient is the
-same, whatever each rank was given: a model would train on a mixture of batches. So what the model's forward is given is
-compared by its bits: integers (token ids), and DTensors that are whole on each rank. Other floating-point numbers are
-left out, as nothing says if they are a shard; so are labels that only the loss is given. Ranks that are given parts of
-one tensor of integers say so by a DTensor.
+Where a plan cuts the embedding and the head, too, every activation is a sum over ranks, and a model would train on a
+mixture of batches. So what the model's forward is given is compared by its bits: integers (token ids), and DTensors
+that are whole on each rank. Other floating-point numbers are left out, as nothing says if they are a shard.
 """
 
 from __future__ import annotations

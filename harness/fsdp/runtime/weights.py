@@ -1,14 +1,12 @@
 """Weights of a model outside its passes: installed after an update, and unsharded for the program itself.
 
 [Note: Weights on their way] After an update, a bucket that is kept whole between uses gets the parts that others
-updated. On a device nobody waits for them at once: each unit waits for its own when it is used for the first time, so
-that the forward begins beside the gathers of later units. Until then its parameters stay sharded, inside the forward
-too. On a CPU everything is received as it is installed.
+updated. On a device each unit waits for its own when it is used for the first time, so that the forward begins beside
+the gathers of later units. Until then its parameters stay sharded. On a CPU everything is received as it is installed.
 
-What was edited is told on leaving: torch counts edits of a parameter and of its `data`, and where main weights lie
-apart from the compute weights, this rank's own part shows others too (through numpy, say): it is no longer what the
-main weights give when cast. If any rank saw an edit, each takes over the elements of its part that differ, and all
-install. Elements that nobody edited so keep the bits that the compute dtype does not have.
+What was edited inside `unsharded()` is told on leaving, by torch's counters and where this rank's own part is no longer
+what the main weights give when cast (through numpy, say). If any rank saw an edit, each takes over the elements of its
+part that differ, so that others keep the bits that the compute dtype does not have, and all install.
 """
 
 from __future__ import annotations
@@ -117,9 +115,6 @@ class Weights:
         """
         self.wait()
         self.gather.wait_for_readers()
-        self._wait_for_device()
-
-    def _wait_for_device(self) -> None:
         if self.buckets[0].plan.offload is not None:
             self.runtime.synchronize()
 

@@ -250,12 +250,11 @@ class LocalStep:
     def state_bytes(self) -> int:
         """Bytes of moments on this rank."""
         whole = {id(param) for _, param in self.matrices.params(self.optimizer)} if self.matrices is not None else ()
-        found = 0
-        for param, held in self.optimizer.state.items():
-            keys = held if id(param) in whole else self.moments or ()
-            moments = (held.get(key) for key in keys) if location_of(param) is not None else ()
-            found += sum(values_here(each).nbytes for each in moments if isinstance(each, Tensor))
-        return found
+        sharded = ((param, held) for param, held in self.optimizer.state.items() if location_of(param) is not None)
+        found = (
+            held.get(key) for param, held in sharded for key in (held if id(param) in whole else self.moments or ())
+        )
+        return sum(values_here(each).nbytes for each in found if isinstance(each, Tensor))
 
 
 _NONE = object()
