@@ -142,7 +142,7 @@ CHECKS = {"clips": _clips_rightly, "forgets": _forgets_nan}
 MUTANTS = of_slips(
     """
     replicas count: What several ranks hold counts once for each in norms
-        fsdp.update.norms._dealt: bucket.counted(shards) => shards
+        fsdp.update.norms._euclidean: bucket.counted(shards) => shards
         clips / optim, no_shard, 2
     a rank's own norm: Each rank clips by the norm of what it holds
         fsdp.update.norms._euclidean: everyone.sum_scalars(total, "norm") => pass

@@ -114,7 +114,7 @@ class Hooks(BackwardHooks):
         if self.step.in_backward:
             return output
         output = self._own(self.root, output)
-        leaves, number = tensors_with_grad(output), self.step.forward_number
+        leaves, number = [each for each in tensors_in(output) if each.requires_grad], self.step.forward_number
         inside = self._depth > 0
         follows = bool(leaves) or (self.step.with_gradients and not self._is_all_frozen)
         self.gather.post_forward(backward_follows=follows, inside=inside)
@@ -190,8 +190,14 @@ class Hooks(BackwardHooks):
         if self.step.in_backward:
             return output
         output, calls = self._own(unit, output), unit.readiness.running
-        leaves = tensors_with_grad(output)
+        seen = tensors_in(output)
+        leaves = [each for each in seen if each.requires_grad]
         _refuse_edited(unit, calls[-1])
+        if unit.shares_buffers and not seen and torch.is_grad_enabled():
+            raise RuntimeError(
+                f"unit {unit.name} returns no tensor that a hook could see, and under double_buffer its weights might"
+                " be another unit's when its backward begins: return tensors in tuples, lists, dicts or dataclasses"
+            )
         self.watch_outputs(unit, leaves, calls[-1])
         if len(calls) == 1 and (unit is not self.gather.last or not leaves):  # it may be called in its own forward
             self.gather.reshard(unit)
@@ -284,15 +290,15 @@ def _map_tensors(values: tuple[Any, ...], function: Callable[[Tensor], Any]) -> 
     return tuple(found)
 
 
-def tensors_with_grad(output: Any) -> list[Tensor]:
+def tensors_in(output: Any) -> list[Tensor]:
     if isinstance(output, Tensor):  # as almost always
-        return [output] if output.requires_grad else []
+        return [output]
     found = []
     for value in tree_leaves(output):
         if isinstance(value, Tensor):
-            found += [value] if value.requires_grad else []
+            found.append(value)
         elif is_dataclass(value) and not isinstance(value, type):
-            found += tensors_with_grad([getattr(value, each.name) for each in fields(value)])
+            found += tensors_in([getattr(value, each.name) for each in fields(value)])
     return found
 
 

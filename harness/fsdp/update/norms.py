@@ -39,7 +39,9 @@ def weight_norm(buckets: Sequence[ParamGroup], everyone: Communicator, numerics:
 
 def _euclidean(shards_of: list[tuple[ParamGroup, list[Tensor]]], everyone: Communicator, numerics: Numerics) -> Tensor:
     """Buckets that every rank holds unsharded are counted by each for itself, others by the first holder of a shard."""
-    whole, counted, split = _dealt(shards_of)
+    whole = [shard for bucket, shards in shards_of if bucket.is_whole_everywhere for shard in shards]
+    split = [(bucket, shards) for bucket, shards in shards_of if not bucket.is_whole_everywhere]
+    counted = [shard for bucket, shards in split for shard in bucket.counted(shards)]
     count = square_counters if numerics.bitwise else sum_of_squares
     device = everyone.runtime.device
     total = count(counted, counted[0].device if counted else device).to(device)
@@ -50,13 +52,6 @@ def _euclidean(shards_of: list[tuple[ParamGroup, list[Tensor]]], everyone: Commu
     if numerics.bitwise:  # integers of more bits than a device has: the host reads them
         return torch.full((), norm_from_counters(total), dtype=torch.float64, device=device)
     return total.sqrt().reshape(())
-
-
-def _dealt(shards_of: Sequence[tuple[ParamGroup, list[Tensor]]]) -> tuple[list[Tensor], list[Tensor], bool]:
-    """(shards every rank holds, shards this rank counts for all that hold them, True if any bucket is split)"""
-    whole = [shard for bucket, shards in shards_of if bucket.is_whole_everywhere for shard in shards]
-    split = [(bucket, shards) for bucket, shards in shards_of if not bucket.is_whole_everywhere]
-    return whole, [shard for bucket, shards in split for shard in bucket.counted(shards)], bool(split)
 
 
 def sum_of_squares(tensors: Iterable[Tensor], device: torch.device) -> Tensor:

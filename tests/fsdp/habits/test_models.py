@@ -154,6 +154,14 @@ Boxing = net(units=(Boxed,), first=Boxed, second=Boxed, hidden=lambda net, x: ne
 CHECKS["boxing"] = alike(Boxing)
 
 
+@CHECKS.check
+def boxing_in_a_double_buffer(rank: int, strategy: str) -> list[str]:
+    model = fully_shard_model(Boxing(), zero_dp_strategy=strategy, fsdp_unit_modules=[Boxed], double_buffer=True)
+    if strategy != STRATEGIES[3]:
+        return []
+    return said(lambda: model(data([rank], 0)), RuntimeError, "unit first returns no tensor .* under double_buffer")
+
+
 # -- gradients of inputs -----------------------------------------------------------------------------------------------
 
 
@@ -262,6 +270,9 @@ MUTANTS = of_slips(
     inputs alone: A backward of a frozen model counts as one of the step
         fsdp.runtime.backward_hooks.BackwardHooks._is_all_frozen: False
         attacking / no_shard
+    hidden in a double buffer: A unit that hides its outputs may be differentiated with another unit's weights
+        fsdp.runtime.hooks.Hooks._post_forward: if unit.shares_buffers and => if False and
+        boxing_in_a_double_buffer
     interrupts: Nobody notices that a forward was interrupted
         fsdp.runtime.hooks.Hooks.break_off: lambda *_, **__: None
         interrupting
