@@ -208,7 +208,7 @@ class BackwardHooks:
         self._root_pre_backward(forward)
         self._reached = unit.name
         if call is not None:
-            unit.readiness.enter(call)
+            unit.readiness.inside.add(call)
         self.gather.unshard(unit)
         if not self.reduce.is_done_with(unit):
             self.reduce.expect(unit)
@@ -230,7 +230,7 @@ class BackwardHooks:
         self._refuse_sharded(unit, "its inputs")
         unit.readiness.note_passed(call)
         self._end_if_over(unit)
-        if unit.readiness.is_resting and not self.reduce.is_done_with(unit):  # gathered again for its next call
+        if not (unit.readiness.inside or self.reduce.is_done_with(unit)):  # gathered again for its next call
             self.gather.reshard(unit)
             self._rested.add(unit)
             self._unshard_next()

@@ -79,7 +79,7 @@ class Readiness:
         self.trained = self.params
         self.due: set[Call] = set()
         self._due_params: set[int] = set()
-        self._inside: set[Call] = set()  # entered, and not known to be passed
+        self.inside: set[Call] = set()  # entered, and not known to be passed
         self._arrived: set[int] = set()
         self.hidden_calls = 0  # under no_grad inside a forward with gradients
         self._called_in: set[int] = set()  # numbers of forwards; 0: in none
@@ -124,24 +124,17 @@ class Readiness:
         """Forwards that this backward goes through; empty: unknown."""
         self.is_called = bool(self._called_in & {*numbers, 0} if numbers else self._called_in)
 
-    def enter(self, call: Call) -> None:
-        self._inside.add(call)
-
     def note_passed(self, call: Call) -> None:
         self.due.discard(call)
-        self._inside.discard(call)
+        self.inside.discard(call)
 
     def note_gradient(self, param: nn.Parameter) -> None:
         self._due_params.discard(id(param))
         self._arrived.add(id(param))
 
     @property
-    def is_resting(self) -> bool:
-        return not self._inside
-
-    @property
     def is_passed(self) -> bool:
-        return not (self.due or self._inside or self.is_blind)
+        return not (self.due or self.inside or self.is_blind)
 
     @property
     def is_due(self) -> bool:

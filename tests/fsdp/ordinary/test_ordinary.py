@@ -145,7 +145,7 @@ MUTANTS = {
         a unit that takes and gives objects
         Hidden tensors
     resting units stay: A unit between two of its calls in one backward keeps the buffer that another one needs
-        fsdp.runtime.backward_hooks.BackwardHooks._inputs_passed: if unit.readiness.is_resting and => if False and
+        fsdp.runtime.backward_hooks.BackwardHooks._inputs_passed: if not (unit => if not (unit.name or unit
         two calls of each unit in a double buffer
         Hidden tensors
         """
