@@ -110,8 +110,7 @@ MUTANTS = slips(
 
 
 def mutated(rank: int, name: str, path: Path) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        MUTANTS[name].put(patch)
+    with MUTANTS[name].patched():
         loops.train(rank, "fsdp1", path)
 
 

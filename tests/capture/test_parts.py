@@ -207,8 +207,7 @@ MUTANTS = slips(
 
 def mutated(rank: int, name: str, path: Path) -> None:
     slip, kind = MUTANTS[name]
-    with pytest.MonkeyPatch.context() as patch:
-        slip.put(patch)
+    with slip.patched():
         train(rank, kind, path)
 
 

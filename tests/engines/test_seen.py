@@ -54,9 +54,7 @@ def test_sums_of_what_ranks_saw_are_the_reduced_gradients(runs: Path, kind: str)
 
 def trains_once(rank: int, folder: Path) -> None:
     config = small_config(mesh__world_size=2, **ENGINES["fsdp1-optim_grads_params"])
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        slip = Slip(ParameterHooks, "_before", "isinstance(weight._base, nn.Parameter)", "False")
-        slip.put(monkeypatch)
+    with Slip(ParameterHooks, "_before", "isinstance(weight._base, nn.Parameter)", "False").patched():
         train(config, folder, rank)
 
 

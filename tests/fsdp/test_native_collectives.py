@@ -14,11 +14,10 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from harness.fsdp import fully_shard
 from harness.fsdp.comm.communicator import Communicator
-from tests.fsdp.pairs import STRATEGIES
+from tests.fsdp.pairs import STRATEGIES, Pair, data, loss_of, shard
 from tests.support.spawn import run_ranks
 
 GATHER, SCATTER, REDUCE = "allgather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced", "allreduce"
@@ -48,20 +47,12 @@ def as_over_nccl(calls: set[str]) -> Iterator[None]:
 
 def train(rank: int, strategy: str) -> list[Tensor]:
     """Three steps of two microbatches, of data that every rank has for itself; the weights at the end."""
-    torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 3), nn.Linear(3, 1))
-    model, optimizer = fully_shard(
-        module,
-        torch.optim.AdamW(module.parameters(), lr=0.1),
-        fsdp_unit_modules=[nn.Linear],
-        zero_dp_strategy=strategy,
-    )
+    model, optimizer = shard(Pair(strategy, ""))
     model.set_model_auto_sync(False)
-    generator = torch.Generator().manual_seed(100 + rank)
-    for _ in range(3):
+    for step in range(3):
         for microbatch in range(2):
             with model.sync() if microbatch else model.no_sync():
-                model(torch.randn(4, 6, generator=generator)).square().mean().div(2).backward()
+                (loss_of(model, data(step, 2 * rank + microbatch)) / 2).backward()
         model.clip_grad_norm_(1.0)
         optimizer.step()
         optimizer.zero_grad()

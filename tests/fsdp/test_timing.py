@@ -19,8 +19,9 @@ from harness.fsdp import Observer, fully_shard
 from harness.fsdp.storage.memory import BucketMemory
 from harness.fsdp.vocabulary import Transport
 from harness.shm.transfer import Transfer, Transport as Shared
+from tests.engines.conformance.trial import Evidence
 from tests.fsdp.pairs import STRATEGIES, Pair, arguments_of
-from tests.fsdp.trial import TRANSPORTS
+from tests.fsdp.trial import TRANSPORTS, differences
 from tests.support.covering import Cover, once
 from tests.support.mutants import each, slips
 from tests.support.spawn import run_ranks
@@ -178,24 +179,7 @@ TRIALS = Cover(
 )
 
 
-@dataclass
-class Bits:
-    """Everything a run says about its numbers."""
-
-    losses: list[float]
-    norms: list[float]
-    weights: dict[str, Tensor]
-
-    def differs(self, other: Bits) -> str:
-        if self.losses != other.losses:
-            return f"losses {self.losses} and {other.losses}"
-        if self.norms != other.norms:
-            return f"norms {self.norms} and {other.norms}"
-        wrong = [name for name, value in self.weights.items() if not torch.equal(value, other.weights[name])]
-        return f"weights {wrong}" if wrong else ""
-
-
-def run_one(rank: int, size: int, case: Case, disturbance: Disturbance) -> Bits:
+def run_one(rank: int, size: int, case: Case, disturbance: Disturbance) -> Evidence:
     model = Branching()
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, eps=1e-3)
     with ExitStack() as stack:
@@ -215,32 +199,33 @@ def run_one(rank: int, size: int, case: Case, disturbance: Disturbance) -> Bits:
         if disturbance.delays is not None and rank in (disturbance.late or range(size)):
             stack.enter_context(delayed(rank, disturbance.delays, model, optimizer))
         order = random.Random(100 + rank)
-        bits = Bits([], [], {})
+        bits = Evidence()
         for step in range(STEPS):
+            bits.losses.append([])
             for index in range(case.k):
                 for unit in model.units if disturbance.shuffled else ():
                     order.shuffle(unit.order)  # type: ignore[arg-type] # which every unit has
                 generator = torch.Generator().manual_seed(100 * step + 10 * index + rank)
                 wrapped.set_model_auto_sync(index == case.k - 1)
                 loss = wrapped(torch.randn(2, 12, generator=generator)).square().mean()
-                bits.losses.append(loss.item())
+                bits.losses[-1].append(loss.item())
                 loss.backward()
             bits.norms.append(float(wrapped.clip_grad_norm_(0.5)))
             optimizer.step()
             optimizer.zero_grad()
-        bits.weights = dict(wrapped.full_weights())
+        bits.weights[STEPS] = dict(wrapped.full_weights())
         wrapped.close()
     return bits
 
 
-def disturbed(rank: int, size: int, trials: list[Trial]) -> list[str]:
-    """Of each trial what differs from the same training without a disturbance, or nothing."""
+def disturbed(rank: int, size: int, trials: list[Trial]) -> list[list[str]]:
+    """Of each trial what differs from the same training without a disturbance."""
     calm = {case: run_one(rank, size, case, NONE) for case in dict.fromkeys(case for _, case, _ in trials)}
-    return [run_one(rank, size, case, disturbance).differs(calm[case]) for _, case, disturbance in trials]
+    return [differences(run_one(rank, size, case, disturbance), calm[case]) for _, case, disturbance in trials]
 
 
 @once
-def differences(trials: tuple[Trial, ...]) -> dict[Trial, tuple[str, ...]]:
+def found(trials: tuple[Trial, ...]) -> dict[Trial, tuple[list[str], ...]]:
     """Trial -> what each rank found, of trials of one number of ranks."""
     size = trials[0][0]
     return dict(zip(trials, zip(*run_ranks(disturbed, size, size, list(trials)), strict=True), strict=True))
@@ -248,7 +233,7 @@ def differences(trials: tuple[Trial, ...]) -> dict[Trial, tuple[str, ...]]:
 
 @pytest.mark.parametrize("trial", TRIALS.params())
 def test_disturbances_change_no_bit(trial: Trial) -> None:
-    assert differences(TRIALS.batch(trial))[trial] == ("",) * trial[0]
+    assert found(TRIALS.batch(trial))[trial] == ([],) * trial[0]
 
 
 # -- engines that rely on luck -----------------------------------------------------------------------------------------
@@ -308,24 +293,24 @@ MUTANTS: dict[str, tuple[str, Callable[[], Any], Case, Disturbance]] = {
 }
 
 
-def mutated(rank: int, size: int, name: str, is_disturbed: bool = True) -> str:
+def mutated(rank: int, size: int, name: str, is_disturbed: bool = True) -> list[str]:
     _, patch, case, by = MUTANTS[name]
     calm = run_one(rank, size, case, NONE)
     with patch():
-        return run_one(rank, size, case, by if is_disturbed else NONE).differs(calm)
+        return differences(run_one(rank, size, case, by if is_disturbed else NONE), calm)
 
 
 @pytest.mark.parametrize("name", each("The engine, by other timing", ((n, m[0]) for n, m in MUTANTS.items())))
 def test_an_engine_that_relies_on_luck_is_caught(name: str) -> None:
     try:
-        differences = run_ranks(mutated, 2, 2, name)
+        told = run_ranks(mutated, 2, 2, name)
     except Exception as error:  # a crash or a refusal catches it as well
         print(name, str(error)[-300:])
         return
-    print(name, differences)
-    assert any(differences)
+    print(name, told)
+    assert any(told)
 
 
 def test_without_the_disturbance_luck_holds() -> None:
     """The others race undisturbed as well, and win or lose."""
-    assert run_ranks(mutated, 2, 2, "readiness", False) == ["", ""]
+    assert run_ranks(mutated, 2, 2, "readiness", False) == [[], []]

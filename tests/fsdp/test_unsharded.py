@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 from unittest import mock
 
@@ -286,11 +286,8 @@ def in_parts(rank: int, strategy: str) -> list[str]:
         pass
     if loss is not None:
         loss.backward()  # what a backward needs is still there
-    try:
-        with model.unsharded():
-            raise KeyError("body")
-    except KeyError:
-        pass
+    with suppress(KeyError), model.unsharded():
+        raise KeyError("body")
     model.zero_grad()
     told += [] if strategy != ZERO3 or released(model) else ["something stays whole"]
     return told + _in_double_buffer(strategy)

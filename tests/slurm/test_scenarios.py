@@ -26,9 +26,10 @@ from harness.store import status
 from harness.store.metrics import read_metrics
 from harness.store.rundir import RunDir, Store
 from harness.store.status import State
+from tests.launch.test_kills import final_weights, numbers, state_of as state
 from tests.slurm import test_study
 from tests.slurm.cluster import NEEDED, Cluster, running
-from tests.slurm.test_study import REPOSITORY, REQUEST, final_weights, job, numbers, state
+from tests.slurm.test_study import REPOSITORY, REQUEST, job
 from tests.support.needs import skip_without
 
 pytestmark = [pytest.mark.slurm, pytest.mark.full, pytest.mark.timeout(1800)]

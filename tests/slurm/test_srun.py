@@ -16,16 +16,21 @@ from harness.store.rundir import Store
 from tests.slurm.cluster import Cluster
 
 pytestmark = pytest.mark.slurm
-SMALL = ["train.steps=2", "train.warmup_steps=0", "data.seq_len=32", "model.num_layers=1", "model.dim=32"]
+RUN = [sys.executable, str(ROOT / "run.py")]
+SMALL = ["train.warmup_steps=0", "data.seq_len=32", "model.num_layers=1", "model.dim=32"]
 
 
-def srun(cluster: Cluster, *words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    command = ["srun", "--nodes=2", "--ntasks=2", "--chdir", str(cwd), sys.executable, str(ROOT / "run.py"), *words]
-    return subprocess.run(command, env=cluster.environment, capture_output=True, text=True, timeout=240, check=False)
+def typed(cluster: Cluster, cwd: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    how = {"capture_output": True, "text": True, "timeout": 240}
+    return subprocess.run(command, env=cluster.environment, cwd=cwd, check=False, **how)
+
+
+def srun(cluster: Cluster, cwd: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return typed(cluster, cwd, "srun", "--nodes=2", "--ntasks=2", *RUN, *words)
 
 
 def test_tasks_on_two_nodes_are_ranks_of_one_run(cluster: Cluster, tmp_path: Path) -> None:
-    done = srun(cluster, *SMALL, cwd=tmp_path)
+    done = srun(cluster, tmp_path, "train.steps=2", *SMALL)
     assert done.returncode == 0, done.stdout + done.stderr
     (run,) = Store(tmp_path / "runs").runs()
     assert run.attempts() == [0]
@@ -37,7 +42,7 @@ def test_tasks_on_two_nodes_are_ranks_of_one_run(cluster: Cluster, tmp_path: Pat
 
 
 def test_a_bad_request_ends_every_task_with_one_message(cluster: Cluster, tmp_path: Path) -> None:
-    done = srun(cluster, "train.global_batch_size=3", cwd=tmp_path)
+    done = srun(cluster, tmp_path, "train.global_batch_size=3")
     assert done.returncode == 2, done.stdout + done.stderr
     assert done.stderr.count("bad request") == 1
     assert Store(tmp_path / "runs").runs() == []
@@ -46,26 +51,12 @@ def test_a_bad_request_ends_every_task_with_one_message(cluster: Cluster, tmp_pa
 @pytest.mark.full
 def test_a_timed_study_over_two_nodes_is_one_step_after_another(cluster: Cluster, tmp_path: Path) -> None:
     """The nodes of one allocation, both of them, for every arm; outside of one the study is refused."""
-    words = [
-        "-m",
-        "engine=native,ddp",
-        "sharding=no_shard",
-        "measure=bench",
-        "cluster=slurm",
-        "cluster.nodes=2",
-        *SMALL,
-    ]
-    words = [word for word in words if not word.startswith("train.steps")] + ["train.steps=6", "measure.warmup_steps=3"]
-    command = [sys.executable, str(ROOT / "run.py"), *words]
-    refused = subprocess.run(
-        command, env=cluster.environment, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False
-    )
+    words = ["engine=native,ddp", "sharding=no_shard", "measure=bench", "cluster=slurm", "cluster.nodes=2", *SMALL]
+    command = [*RUN, "-m", *words, "train.steps=6", "measure.warmup_steps=3"]
+    refused = typed(cluster, tmp_path, *command)
     assert refused.returncode == 2
     assert "salloc" in refused.stderr
-    held = ["salloc", "--quiet", "--nodes=2", "--ntasks-per-node=1", *command]
-    done = subprocess.run(
-        held, env=cluster.environment, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False
-    )
+    done = typed(cluster, tmp_path, "salloc", "--quiet", "--nodes=2", "--ntasks-per-node=1", *command)
     assert done.returncode == 0, done.stdout + done.stderr
     runs = Store(tmp_path / "runs").runs()
     assert len(runs) == 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -25,6 +24,7 @@ from harness.store.metrics import read_metrics
 from harness.store.rundir import RunDir, Store
 from harness.store.status import State
 from tests.launch.cells import SMALL, make_cell
+from tests.launch.test_kills import final_weights, numbers, state_of as state
 from tests.slurm.cluster import Cluster
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
@@ -63,24 +63,10 @@ def until(cluster: Cluster, condition: Callable[[], object], timeout_s: float = 
         time.sleep(pause_s)  # to ask SLURM takes a process
 
 
-def state(run: RunDir) -> State:
-    found = run.status()
-    assert found is not None
-    return found.state
-
-
 def job(run: RunDir) -> str:
     found = run.status()
     assert found is not None
     return found.job
-
-
-def numbers(run: RunDir) -> list[tuple[object, ...]]:
-    return [(line["step"], line["loss"], line["grad_norm"], line["data_digest"]) for line in read_metrics(run.metrics)]
-
-
-def final_weights(run: RunDir) -> str:
-    return json.loads(run.summary.read_text())["final_weights"]
 
 
 def test_three_runs_over_two_nodes(cluster: Cluster, tmp_path):
