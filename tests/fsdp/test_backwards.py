@@ -132,7 +132,6 @@ PROGRAMS: dict[str, Program] = {
     "forces from an energy, differentiable": (lambda: Energy(by_grad_again), lambda model, _: backward_of(model)),
 }
 """The last two differentiate inside the forward of a unit, whose weights are there and whose graph is one call's."""
-OUTSIDE: Program = Regularised, lambda model, _: model(x_of(3, 6)).backward()
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
@@ -143,7 +142,7 @@ def test_gradients_are_those_of_plain_torch(strategy: str, program: str) -> None
 
 @pytest.mark.parametrize("strategy", RESIDENT)
 def test_a_parameter_used_outside_its_unit_is_waited_for(strategy: str) -> None:
-    agree(strategy, *OUTSIDE)
+    agree(strategy, Regularised, lambda model, _: model(x_of(3, 6)).backward())
 
 
 @every_strategy

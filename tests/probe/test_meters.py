@@ -48,9 +48,6 @@ def test_waits_are_what_engines_announce() -> None:
         pass
     assert meter.take_waited_s() is None
     meter.close()
-    with Observer.waiting():
-        pass
-    assert meter.take_waited_s() is None
 
 
 DETACH = Observer.detach

@@ -161,15 +161,7 @@ def _of_node(name: str, folder: Path) -> Iterator[psutil.Process]:
 
 @contextlib.contextmanager
 def running(folder: Path, *, nodes: int = 2, cpus: int = 2, more: str = "") -> Iterator[Cluster]:
-    """A cluster for the time of the block."""
-    try:
-        yield start(folder, nodes=nodes, cpus=cpus, more=more)
-    finally:
-        stop(folder)
-
-
-def start(folder: Path, *, nodes: int = 2, cpus: int = 2, more: str = "") -> Cluster:
-    """Start munged, slurmctld and one slurmd a node, and wait until all nodes are idle.
+    """munged, slurmctld and one slurmd a node for the time of the block, which begins when all nodes are idle.
 
     Args:
         folder: of every file of the cluster.
@@ -183,18 +175,21 @@ def start(folder: Path, *, nodes: int = 2, cpus: int = 2, more: str = "") -> Clu
     folder.mkdir(parents=True, exist_ok=True)
     folder.chmod(0o755)
     cluster = Cluster(folder, tuple(f"n{number + 1}" for number in range(nodes)))
-    _configure(cluster, cpus, more)
-    _munge(folder)
-    _daemon(cluster, "slurmctld", "-c", "-f", str(folder / "slurm.conf"))
-    for name in cluster.nodes:
-        (folder / f"spool-{name}").mkdir(exist_ok=True)
-        _daemon(cluster, "slurmd", "-N", name, "-f", str(folder / "slurm.conf"))
-    deadline = time.monotonic() + 30
-    while set(cluster.ask("sinfo", "-h", "-N", "-t", "idle", "-o", "%N", check=False).split()) != set(cluster.nodes):
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"the nodes did not become idle\n{cluster.log()}")
-        time.sleep(0.1)
-    return cluster
+    try:
+        _configure(cluster, cpus, more)
+        _munge(folder)
+        _daemon(cluster, "slurmctld", "-c", "-f", str(folder / "slurm.conf"))
+        for name in cluster.nodes:
+            (folder / f"spool-{name}").mkdir(exist_ok=True)
+            _daemon(cluster, "slurmd", "-N", name, "-f", str(folder / "slurm.conf"))
+        deadline = time.monotonic() + 30
+        while {*cluster.ask("sinfo", "-h", "-N", "-t", "idle", "-o", "%N", check=False).split()} != {*cluster.nodes}:
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"the nodes did not become idle\n{cluster.log()}")
+            time.sleep(0.1)
+        yield cluster
+    finally:
+        stop(folder)
 
 
 def _configure(cluster: Cluster, cpus: int, more: str) -> None:
