@@ -53,12 +53,9 @@ def test_equal_times_are_not_told_apart_and_scaled_ones_scale() -> None:
     assert (twice.low, twice.value, twice.high) == pytest.approx((2 * once.low, 2 * once.value, 2 * once.high))
 
 
-def test_few_blocks_have_no_interval_and_say_what_they_can_cover() -> None:
+def test_few_blocks_have_no_interval_and_say_what_they_can_cover_and_unequal_ones_are_refused() -> None:
     assert median_ratio([1.0] * (LEAST_BLOCKS - 1), [1.0] * (LEAST_BLOCKS - 1)) is None
     assert [Interval(1, 1, 1, n).most_coverage for n in (3, 5, 6)] == [0.75, 0.9375, 0.95]
-
-
-def test_unequal_blocks_are_refused() -> None:
     with pytest.raises(ValueError, match="blocks"):
         median_ratio([1.0, 2.0, 3.0], [1.0, 2.0])
 

@@ -154,11 +154,8 @@ def test_models_have_the_size_of_their_name(model: str, published: float) -> Non
     assert parameter_count(cfg) == pytest.approx(published, rel=0.01)
 
 
-def test_every_setting_has_a_sentence() -> None:
+def test_every_setting_has_a_sentence_and_groups_packages_and_fields_share_names() -> None:
     assert all(s.sentence.endswith(".") for s in settings().values())
-
-
-def test_groups_packages_and_fields_share_names() -> None:
     assert set(load_catalog()) - set(NULLABLE) | {"study"} == set(Config.__dataclass_fields__) - {"notes", "run"}
 
 

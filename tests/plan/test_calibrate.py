@@ -34,6 +34,7 @@ def step(*words: str, calibration: Calibration | None = None) -> dict[str, Any]:
 def test_the_run_itself_takes_what_it_took() -> None:
     """Waits for collectives are a part of their own, not counted in forward and backward again."""
     assert step()["step_s"] == pytest.approx(1 + 20 + 50 + 8 + 3)
+    assert step(calibration=by(exposed_comm_s=None))["step_s"] is None, "it does not tell its waits"
 
 
 def test_parts_grow_with_what_there_is_to_do() -> None:
@@ -69,10 +70,6 @@ def test_constants_of_a_machine_with_other_work_say_so() -> None:
     assert busy.table(cell, busy.plan)[-1].strip() == "lab/timed was disturbed: load average 9.0 with 2 ranks"
     assert len(busy.table(cell, busy.plan)) == len(quiet.table(cell, quiet.plan)) + 1
     assert [step(calibration=each)["disturbance"] for each in (busy, quiet)] == ["load average 9.0 with 2 ranks", ""]
-
-
-def test_a_run_that_does_not_tell_its_waits_has_no_constants() -> None:
-    assert step(calibration=by(exposed_comm_s=None))["step_s"] is None
 
 
 test_a_constant_of_other_settings_is_found = finds(

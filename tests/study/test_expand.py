@@ -15,10 +15,6 @@ def points(study: StudyConfig, *words: str) -> list[Point]:
     return expand(study, check_overrides(words, multirun=True))
 
 
-def test_nothing_asked_is_one_cell() -> None:
-    assert points(StudyConfig()) == [Point((), None)]
-
-
 ARMS = {
     "typed axes make a product in the order typed": (
         StudyConfig(),
@@ -132,7 +128,8 @@ def test_a_file_reads_as_yaml_is_written() -> None:
     assert normalise({"name": "given"}, "here")["name"] == "given"
 
 
-def test_a_study_of_too_many_cells_is_refused_before_they_are_made() -> None:
+def test_nothing_asked_is_one_cell_and_a_study_of_too_many_is_refused_before_they_are_made() -> None:
+    assert points(StudyConfig()) == [Point((), None)]
     rates = [str(number) for number in range(1, 301)]
     with pytest.raises(BadRequest, match="makes 2,999,700 cells"):
         expand(StudyConfig(grid={"optimizer.lr": rates}, replicates=9_999), [])

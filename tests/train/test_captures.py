@@ -56,11 +56,8 @@ def test_first_last_and_some_between_are_captured_whole(runs: tuple[Path, Path])
         steps = {finding.step for finding in optimizer.check(run)}
         assert steps == set(SPREAD), "the rule is asked of whole tensors from any of them"
         assert all(finding.grade is Grade.ok for finding in optimizer.check(run))
-
-
-def test_last_weights_are_compared_by_their_digests(runs: tuple[Path, Path]) -> None:
     bits = bitwise.check(load(runs[0]), load(runs[1]), {}, {})[-1]
-    assert (bits.check, bits.grade) == ("final weights", Grade.bad)
+    assert (bits.check, bits.grade) == ("final weights", Grade.bad), "last weights are compared by their digests"
 
 
 def test_weights_decay_where_the_workload_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
