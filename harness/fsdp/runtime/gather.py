@@ -27,7 +27,6 @@ class GatherPipeline:
     def __init__(self, units: Sequence[Unit], prefetch: int) -> None:
         self.prefetch = prefetch
         self.order = [unit for unit in units if any(not bucket.is_resident for bucket in unit.buckets)]
-        self.in_backward = False
         self._gathered = frozenset(self.order)
         self._roots = {unit for unit in self.order if unit.is_root}
         meshes = {bucket.mesh: None for unit in units for bucket in unit.buckets}
@@ -79,15 +78,14 @@ class GatherPipeline:
         """A backward begins: sweep over the units in reverse order, after the root, where another forward has resharded
         that since: whatever a rank uses first, the root's weights are wanted before or beside it."""
         order = [*self._roots, *(unit for unit in reversed(self.order) if not unit.is_root)]
-        self._begin([unit for unit in order if unit not in self._whole], in_backward=True)
+        self._begin([unit for unit in order if unit not in self._whole])
 
     def post_backward(self) -> None:
         """A backward ends: units that it did not reach take their turn in the sweep; all are resharded."""
         self._take_turns(len(self._sweep))
         self.reshard_all()
 
-    def _begin(self, sweep: list[Unit], *, in_backward: bool = False) -> None:
-        self.in_backward = in_backward
+    def _begin(self, sweep: list[Unit]) -> None:
         self._sweep, self._next, self._passed = sweep, 0, 0
         self._places = {unit: place for place, unit in enumerate(sweep)}
 
@@ -184,10 +182,7 @@ class GatherPipeline:
         self._whole.add(unit)
 
     def is_whole(self, unit: Unit) -> bool:
-        return unit in self._whole or self.is_resident(unit)
-
-    def is_resident(self, unit: Unit) -> bool:
-        return unit not in self._gathered
+        return unit in self._whole or unit not in self._gathered
 
     # -- reshard ---------------------------------------------------------------------------------------------------
 
