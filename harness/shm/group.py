@@ -5,10 +5,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import socket
-import zlib
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from harness.private_torch import backend_of, register_backend, set_default_backend, timeout_of
-from harness.shm.segment import Segment, head_bytes, open_peer
-from harness.shm.transfer import Peer, Transfer, Transport
+from harness.shm.segment import Peer, Segment, head_bytes
+from harness.shm.transfer import Transfer, Transport
 
 CPU = torch.device("cpu")
 NAME = "shm"
@@ -50,9 +50,28 @@ def shared(gloo: Any, rank: int, size: int, capacity: int | None = None) -> tupl
         gloo: a backend, or a process group, of these ranks.
         capacity: of each rank's segment, in bytes; None: all memory of the host, of which nothing is used at first.
     """
+    if size == 1:
+        return None, "one rank"
     backend: Any = backend_of(gloo, CPU) if isinstance(gloo, dist.ProcessGroup) else gloo
-    transport, why = _connect(backend, rank, size, capacity)
-    return (None if transport is None else ShmGroup(backend, rank, size, transport)), why
+    said: Any
+    try:
+        segment = Segment(head_bytes(size), capacity)
+        said = [_host(), os.getpid(), segment.file, segment.size, segment.inode]
+    except (OSError, AttributeError, RuntimeError) as error:
+        said = f"shared memory could not be made: {error}"
+    told, peers = _everyones(backend, size, said), dict[int, Peer]()
+    why = _first_reason(told)
+    if not why and len({host for host, *_ in told}) > 1:
+        why = "the ranks are on several hosts, or in several PID namespaces"
+    if not why:
+        try:
+            peers = {peer: Peer(*segment_of) for peer, (_, *segment_of) in enumerate(told) if peer != rank}
+        except (OSError, RuntimeError) as error:
+            said = f"shared memory of a peer could not be mapped: {error}"
+        why = _first_reason(_everyones(backend, size, said))
+    if why:
+        return None, why
+    return ShmGroup(backend, rank, size, Transport(rank, segment, peers, lambda: timeout_of(backend))), ""
 
 
 class Work(dist.Work):
@@ -169,51 +188,21 @@ def _operation(opts: Any) -> Any:
     return getattr(operation, "op", operation)
 
 
-def _connect(gloo: Any, rank: int, size: int, capacity: int | None) -> tuple[Transport | None, str]:
-    """Map the segments of all ranks; or None and the reason, the same on all ranks. *Collective.*"""
-    if size == 1:
-        return None, "one rank"
-    segment, reason = None, ""
-    try:
-        segment = Segment(head_bytes(size), capacity)
-    except (OSError, AttributeError, RuntimeError) as error:
-        reason = f"shared memory could not be made: {error}"
-    mine = [_host(), os.getpid(), *((segment.file, segment.size, segment.inode) if segment is not None else (-1, 0, 0))]
-    rows = torch.empty(size, len(mine), dtype=torch.int64)
-    gloo.allgather([list(rows)], [torch.tensor(mine)]).wait()
-    if not reason and len(set(rows[:, 0].tolist())) > 1:
-        reason = "the ranks are on several hosts, or in several PID namespaces"
-    peers: dict[int, Peer] = {}
-    if segment is not None and not reason and int(rows[:, 2].min()) >= 0:
-        try:
-            for peer, (_, pid, file, length, inode) in enumerate(rows.tolist()):
-                if peer != rank:
-                    peers[peer] = Peer(pid, file, inode, open_peer(pid, file, length, inode))
-        except (OSError, RuntimeError) as error:
-            reason = f"shared memory of a peer could not be mapped: {error}"
-    if why := _agreed(gloo, rank, size, reason):
-        return None, why
-    assert segment is not None
-    return Transport(rank, segment, peers, lambda: timeout_of(gloo)), ""
+def _everyones(gloo: Any, size: int, value: Any) -> list[Any]:
+    """Every rank's value, as JSON has it, in at most 4,000 bytes. *Collective.*"""
+    rows = torch.zeros(size, 4000, dtype=torch.uint8)
+    gloo.allgather([list(rows)], [torch.tensor(list(json.dumps(value).encode().ljust(4000)), dtype=torch.uint8)]).wait()
+    return [json.loads(bytes(row.tolist())) for row in rows]
 
 
-def _agreed(gloo: Any, rank: int, size: int, reason: str) -> str:
-    """The first rank's reason, of those that have one; "" if none has. *Collective.*"""
-    words = reason.encode()[:500]
-    rows = torch.zeros(size, 501, dtype=torch.uint8)
-    mine = torch.zeros(501, dtype=torch.uint8)
-    mine[: len(words)] = torch.tensor(list(words), dtype=torch.uint8)
-    gloo.allgather([list(rows)], [mine]).wait()
-    for number, row in enumerate(rows):
-        if message := bytes(row.tolist()).rstrip(b"\0").decode(errors="replace"):
-            return f"rank {number}: {message}"
-    return ""
+def _first_reason(told: list[Any]) -> str:
+    return next((f"rank {rank}: {said}" for rank, said in enumerate(told) if isinstance(said, str)), "")
 
 
-def _host() -> int:
-    """A number that two processes share if one can name the other by its process id."""
+def _host() -> str:
+    """What two processes share if one can name the other by its process id."""
     boot, namespace = socket.gethostname(), ""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         namespace = os.readlink("/proc/self/ns/pid")
-    return zlib.crc32(f"{boot} {namespace}".encode())
+    return f"{boot} {namespace}"

@@ -80,8 +80,11 @@ class Segment:
         return offset if 0 < offset < self.size else None
 
     def _find(self, length: int) -> int:
-        while self._given_back:
-            self._join(*self._given_back.popleft())
+        if given_back := [self._given_back.popleft() for _ in range(len(self._given_back))]:
+            free, self._free = sorted([*self._free, *given_back]), []
+            for begin, end in free:
+                is_next = bool(self._free) and self._free[-1][1] == begin
+                self._free.append((self._free.pop()[0] if is_next else begin, end))
         for place, (begin, end) in enumerate(self._free):
             if end - begin >= length:
                 self._free[place : place + 1] = [(begin + length, end)] if end - begin > length else []
@@ -103,25 +106,11 @@ class Segment:
             raise RuntimeError(f"no {wanted:,} bytes of shared memory beyond {self._reserved:,}: {error}") from error
         self._reserved = end
 
-    def _join(self, begin: int, end: int) -> None:
-        before = [each for each in self._free if each[0] < begin]
-        after = self._free[len(before) :]
-        if before and before[-1][1] == begin:
-            begin = before.pop()[0]
-        if after and after[0][0] == end:
-            end = after.pop(0)[1]
-        self._free = [*before, (begin, end), *after]
-
 
 def _give_back(given_back: deque[tuple[int, int]], begin: int, length: int) -> None:
     given_back.append((begin, begin + length))
     for observer in _watching:
         observer(-length)
-
-
-def words(memory: mmap.mmap, begin: int, count: int) -> Any:
-    """`count` int64 from byte `begin` on, to read and to write."""
-    return (ctypes.c_int64 * count).from_buffer(memory, begin)
 
 
 def view(memory: mmap.mmap, begin: int, like: Tensor) -> Tensor:
@@ -131,18 +120,29 @@ def view(memory: mmap.mmap, begin: int, like: Tensor) -> Tensor:
     return torch.frombuffer(memory, dtype=like.dtype, count=like.numel(), offset=begin).view(like.shape)
 
 
-def open_peer(pid: int, file: int, size: int, inode: int) -> mmap.mmap:
-    """Map a peer's segment. Raises OSError: the system refuses, or the descriptor is of another file."""
-    descriptor = os.open(f"/proc/{pid}/fd/{file}", os.O_RDWR | os.O_CLOEXEC)
-    try:
-        found = os.fstat(descriptor)
-        if found.st_size != size:
-            raise OSError(f"the segment of process {pid} has {found.st_size:,} bytes, not {size:,}")
-        if found.st_ino != inode:
-            raise OSError(f"descriptor {file} of process {pid} is of another file")
-        return mmap.mmap(descriptor, size)
-    finally:
-        os.close(descriptor)
+class Peer:
+    """Another rank's process and its segment, mapped. Raises OSError: the system refuses, or the descriptor is of
+    another file."""
+
+    def __init__(self, pid: int, file: int, size: int, inode: int) -> None:
+        self.pid, self._path, self._inode = pid, f"/proc/{pid}/fd/{file}", inode
+        descriptor = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            found = os.fstat(descriptor)
+            if (found.st_size, found.st_ino) != (size, inode):
+                raise OSError(f"descriptor {file} of process {pid} is of another file, of {found.st_size:,} bytes")
+            self.memory = mmap.mmap(descriptor, size)
+        finally:
+            os.close(descriptor)
+
+    def lives(self) -> bool:
+        """True if the process still has its segment open."""
+        try:
+            return os.stat(self._path).st_ino == self._inode
+        except FileNotFoundError:
+            return False
+        except OSError:
+            return True
 
 
 RING = 1 << 14
@@ -178,7 +178,7 @@ class Mailboxes:
 
     @staticmethod
     def _box(memory: mmap.mmap, reader: int) -> Any:
-        return words(memory, reader * _SIZE * _WORD, _SIZE)
+        return (ctypes.c_int64 * _SIZE).from_buffer(memory, reader * _SIZE * _WORD)
 
     def send(self, peer: int, numbers: Sequence[int]) -> bool:
         """Write one message for a peer; false where there is no room yet. One thread at a time. Raises ValueError: it

@@ -13,22 +13,20 @@ other groups of this process, too: where ranks differ, each then waits for what 
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
-from mmap import mmap
 from typing import ClassVar, cast
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
-from harness.shm.segment import Mailboxes, Segment, aligned, view
+from harness.shm.segment import Mailboxes, Peer, Segment, aligned, view
 
 BLOCK = 1 << 16
 """Elements summed at a time, so that the running sum stays in cache."""
@@ -63,35 +61,24 @@ GATHER, REDUCE = 1, 2
 KINDS = {GATHER: "all-gather", REDUCE: "reduce-scatter"}
 _ACKNOWLEDGE = -1
 ByRank = Sequence[Sequence[Tensor]]
-
-
-@dataclass(frozen=True)
-class Peer:
-    """Another rank's process and its mapped segment, which has this inode."""
-
-    pid: int
-    file: int
-    inode: int
-    memory: mmap
+Take = Callable[[dict[int, list[Tensor]]], None]
 
 
 @dataclass
 class Transfer:
     """One collective of this rank.
 
-    sources: by rank, tensors like what it has for this one; under this rank, its own. outs: of a gather, where each
-    rank's parts go; of a reduction, its sums, under each rank. divisor: of sums.
+    like: by rank, tensors of the shapes and dtypes of what it has for this one. take: reads the parts of some peers;
+    of a reduction those of all at once. missing: peers whose parts were not read. readers: peers that are waited for,
+    as they read in place.
     """
 
     number: int
     kind: int
-    sources: ByRank
-    outs: ByRank
-    divisor: int = 1
-    missing: set[int] = field(default_factory=set)
-    """Peers whose parts were not read."""
-    readers: set[int] = field(default_factory=set)
-    """Peers that are waited for, as they read in place."""
+    like: ByRank
+    take: Take
+    missing: set[int]
+    readers: set[int]
 
     @property
     def is_done(self) -> bool:
@@ -115,8 +102,9 @@ class Transport:
         self.rank, self.size, self.segment, self._peers = rank, len(peers) + 1, segment, peers
         # peers, each rank beginning with its next one, so that not all turn to one
         self._order = [(rank + step) % self.size for step in range(1, self.size)]
-        memories = {peer: each.memory for peer, each in peers.items()} | {rank: segment.memory}
-        self._mail = Mailboxes(rank, [memories[each] for each in range(self.size)])
+        self._mail = Mailboxes(
+            rank, [peers[each].memory if each in peers else segment.memory for each in range(self.size)]
+        )
         self._limit = limit
         self._number = 0
         self._guard = threading.RLock()
@@ -140,24 +128,35 @@ class Transport:
         for out, given in zip(outs[self.rank], own, strict=True):
             if out.data_ptr() != given.data_ptr():
                 out.data.copy_(given)
-        return self._issue(GATHER, [own] * self.size, outs, outs, until_settled=until_settled)
+
+        def take(parts: dict[int, list[Tensor]]) -> None:
+            for peer, given in parts.items():
+                for out, part in zip(outs[peer], given, strict=True):
+                    if part.numel():
+                        out.data.copy_(part)
+
+        return self._issue(GATHER, [own] * self.size, outs, take, until_settled=until_settled)
 
     def reduce_scatter(self, given: ByRank, outs: Sequence[Tensor], *, divisor: int = 1) -> Transfer:
         """Sum what all ranks give to this one, in rank order and in the dtype of `outs`, flat tensors. *Collective.*
 
-        given: by rank, what this one gives to it. outs: may be this rank's own part of `given`.
+        given: by rank, what this one gives to it. outs: may be this rank's own part of `given`. divisor: of the sums.
         """
-        return self._issue(REDUCE, given, [given[self.rank]] * self.size, [outs] * self.size, divisor)
+        own = given[self.rank]
 
-    def _issue(
-        self, kind: int, given: ByRank, sources: ByRank, outs: ByRank, divisor: int = 1, *, until_settled: bool = False
-    ) -> Transfer:
+        def take(parts: dict[int, list[Tensor]]) -> None:
+            for out, *terms in zip(outs, *(parts.get(rank, own) for rank in range(self.size)), strict=True):
+                sum_in_order(terms, out.data, out.dtype, block=BLOCK)
+                if divisor != 1:
+                    out.data.div_(divisor)
+
+        return self._issue(REDUCE, given, [own] * self.size, take)
+
+    def _issue(self, kind: int, given: ByRank, like: ByRank, take: Take, *, until_settled: bool = False) -> Transfer:
         with self._guard:
             if self._is_aborted:
                 raise RuntimeError("Connection closed: this process has given up the group")
             number, self._number = self._number, self._number + 1
-            transfer = Transfer(number, kind, sources, outs, divisor, set(self._order))
-            self._open[number] = transfer
             parts = {id(each): each for peer in self._order for each in given[peer] if each.numel()}
             places = {key: self.segment.find(each) for key, each in parts.items()}
             kept, unread, in_place = cast(object, given), set(self._order), None not in places.values()
@@ -168,8 +167,9 @@ class Transport:
                     block[place : place + each.nbytes].view(each.dtype).view(each.shape).copy_(each.detach())
                     places[key], place = begin + place, place + aligned(each.nbytes)
             self._unread[number] = kept, unread
-            if (in_place and not until_settled) or kind == REDUCE:
-                transfer.readers = unread
+            is_awaited = kind == REDUCE or (in_place and not until_settled)
+            transfer = Transfer(number, kind, like, take, set(self._order), unread if is_awaited else set())
+            self._open[number] = transfer
         for peer in self._order:
             length = sum([tensor.nbytes for tensor in given[peer]])
             self._send(peer, [number, kind, length, *(places.get(id(each)) or 0 for each in given[peer])])
@@ -194,52 +194,27 @@ class Transport:
             for number, *rest in self._mail.receive(peer):
                 if number != _ACKNOWLEDGE:
                     self._offers[number, peer] = rest
-                else:
-                    self._note_read(peer, rest[0])
-
-    def _note_read(self, peer: int, number: int) -> None:
-        _, unread = self._unread[number]
-        unread.discard(peer)
-        if not unread:
-            del self._unread[number]
-        if number in self._open:
-            self._close_if_done(self._open[number])
+                    continue
+                _, unread = self._unread[rest[0]]
+                unread.discard(peer)
+                if not unread:
+                    del self._unread[rest[0]]
 
     def _advance(self, transfer: Transfer) -> None:
         here = [peer for peer in self._order if peer in transfer.missing and (transfer.number, peer) in self._offers]
-        if transfer.kind == REDUCE and len(here) < len(transfer.missing):
-            return
-        if here:
-            parts = {peer: self._parts(transfer, peer) for peer in here}
-            if transfer.kind == REDUCE:
-                self._sum(transfer, parts)
-            else:
-                for peer in here:
-                    for out, part in zip(transfer.outs[peer], parts[peer], strict=True):
-                        if part.numel():
-                            out.data.copy_(part)
+        if here and (transfer.kind == GATHER or len(here) == len(transfer.missing)):
+            transfer.take({peer: self._parts(transfer, peer) for peer in here})
             for peer in here:
                 del self._offers[transfer.number, peer]
                 transfer.missing.discard(peer)
                 self._send(peer, [_ACKNOWLEDGE, transfer.number])
-        self._close_if_done(transfer)
-
-    def _close_if_done(self, transfer: Transfer) -> None:
         if transfer.is_done:
             self._open.pop(transfer.number, None)
-
-    def _sum(self, transfer: Transfer, parts: dict[int, list[Tensor]]) -> None:
-        own = transfer.sources[self.rank]
-        for index, out in enumerate(transfer.outs[self.rank]):
-            terms = [own[index] if rank == self.rank else parts[rank][index] for rank in range(self.size)]
-            sum_in_order(terms, out.data, out.dtype, block=BLOCK)
-            if transfer.divisor != 1:
-                out.data.div_(transfer.divisor)
 
     def _parts(self, transfer: Transfer, peer: int) -> list[Tensor]:
         """A peer's parts, where they lie. Raises RuntimeError: the peer offers something else."""
         kind, length, *places = self._offers[transfer.number, peer]
-        expected = transfer.sources[peer]
+        expected = transfer.like[peer]
         wanted = sum([each.nbytes for each in expected])
         if (kind, length) != (transfer.kind, wanted):
             raise RuntimeError(
@@ -264,7 +239,7 @@ class Transport:
     # -- waiting -------------------------------------------------------------------------------------------------------
 
     def is_done(self, transfer: Transfer) -> bool:
-        if not transfer.is_done:
+        if transfer.number in self._open:
             with self._guard:
                 self._receive()
                 self._advance(transfer)
@@ -318,19 +293,9 @@ class Transport:
                 return f"Connection closed: this process has given up the group in which it waits for {name}"
             if self._mail.is_closed(peer):
                 return f"Connection closed: {name} has given the group up"
-            if not self._lives(peer):
+            if not self._peers[peer].lives():
                 return f"Connection closed: {name} cannot be read any more: it has ended unless its log says otherwise"
         return ""
-
-    def _lives(self, peer: int) -> bool:
-        """True if the process that made a peer's segment still has it open."""
-        known = self._peers[peer]
-        try:
-            return os.stat(f"/proc/{known.pid}/fd/{known.file}").st_ino == known.inode
-        except FileNotFoundError:
-            return False
-        except OSError:
-            return True
 
     def _named(self, rank: int) -> str:
         return f"rank {rank} of the group (process {self._peers[rank].pid})"

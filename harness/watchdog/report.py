@@ -1,16 +1,15 @@
 """Positions of ranks where a collective does not complete, and the message made of them.
 
-[Note: Mutual waits] Ranks that wait for each other are found before a wait is over the limit. Each of their waits is
-for a collective that another rank has not begun as often: so none of them can go on. A slow exchange is none of these,
-as all its ranks have begun it. Positions may be of different moments, since counts only grow, and of ranks that all
-waited in vain none could be the first to go on. But waits and counts of one rank are of one moment. Backends pair
-collectives by their order and not by names: where ranks began different ones, what all wait for is another pair.
+[Note: Mutual waits] Ranks that wait for each other are found before a wait is over the limit: all wait long, and began
+different collectives. Backends pair collectives by their order and not by names, so what all wait for is another pair.
+Where ranks began the same ones, the rank that began fewest waits for one that all have begun: the exchange is slow.
+Positions may be of different moments, since histories only grow.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 SAME_WORK = (
     "All ranks must run the same forwards, backwards and steps, and the same units in them: a rank that has no data, or"
@@ -30,8 +29,7 @@ class Position:
 
     where: place in the program. waits: the collective it waits for and, if known, that one's place among all this rank
     has begun; None if it waits for none. seconds: since when. history: number and name of its last collectives.
-    failure: error of its backend. waited: for each wait the names of the collectives it is for, empty unless the main
-    thread waits long. begun: how often it has begun each collective.
+    failure: error of its backend. is_blocked: its main thread waits long.
     """
 
     where: str
@@ -39,8 +37,7 @@ class Position:
     seconds: float
     history: list[tuple[int, str]]
     failure: str | None = None
-    waited: list[list[str]] = field(default_factory=list)
-    begun: dict[str, int] = field(default_factory=dict)
+    is_blocked: bool = False
 
 
 Positions = Mapping[int, Position]
@@ -61,21 +58,8 @@ def describe_hang(positions: Positions, ranks: Sequence[int], timeout_s: float, 
 
 
 def all_stuck(positions: Positions) -> bool:
-    """True if each wait of each rank is for a collective that another rank has not begun, or not in its place.
-
-    See [Note: Mutual waits].
-    """
-    is_mixed = bool(first_difference(positions))
-    return all(
-        each.waited and (is_mixed or all(_is_vain(rank, names, positions) for names in each.waited))
-        for rank, each in positions.items()
-    )
-
-
-def _is_vain(rank: int, names: Sequence[str], positions: Positions) -> bool:
-    wanted = {name: positions[rank].begun.get(name, 0) for name in names}
-    others = [position for other, position in positions.items() if other != rank]
-    return any(count > each.begun.get(name, 0) for name, count in wanted.items() for each in others)
+    """True if all ranks wait long, and began different collectives; see [Note: Mutual waits]."""
+    return all(each.is_blocked for each in positions.values()) and bool(first_difference(positions))
 
 
 def first_difference(positions: Positions) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -92,7 +92,6 @@ class Waits:
     def __init__(self, mark: Callable[[], Any] | None, recorder: FlightRecorder | None) -> None:
         self.announced: dict[int, Wait] = {}
         self.on_device: deque[Wait] = deque()
-        self.counts: Counter[Hashable] = Counter()
         self._recent: deque[tuple[int, Hashable]] = deque(maxlen=HISTORY)
         self._is_of_one_model = True
         self._mark, self._recorder = mark, recorder
@@ -100,8 +99,7 @@ class Waits:
         self._lock = threading.Lock()
 
     def begin(self, label: Hashable) -> None:
-        self._is_of_one_model &= len(Waits.live) == 1  # names of models may be alike
-        self.counts[label] += 1
+        self._is_of_one_model &= len(Waits.live) == 1  # other ranks may have no other model
         self._recent.append((next(self._numbers), label))
 
     def enter(self, labels: tuple[Hashable, ...], group: dist.ProcessGroup | None) -> int:
@@ -129,16 +127,11 @@ class Waits:
         limit = time.monotonic() - limit_s
         return [wait for wait in self.all() if wait.since < limit]
 
-    def blocked(self, limit_s: float) -> tuple[list[list[str]], dict[str, int]]:
-        """Names of each wait, and how often each collective was begun; nothing unless the main thread has waited
-        longer. Both are of one moment; see [Note: Mutual waits]."""
-        waits, limit = dict(self.announced), time.monotonic() - limit_s
-        if not any(wait.is_main and wait.since < limit for wait in waits.values()) or not self._is_of_one_model:
-            return [], {}
-        begun = {str(label): times for label, times in list(self.counts.items())}
-        if dict(self.announced).keys() != waits.keys():  # it has gone on meanwhile
-            return [], {}
-        return [list(map(str, wait.labels)) for wait in waits.values()], begun
+    def are_blocked(self, limit_s: float) -> bool:
+        """True if the main thread has stood still for longer, in a process of one model; see [Note: Mutual waits]."""
+        limit = time.monotonic() - limit_s
+        waits = list(self.announced.values())
+        return self._is_of_one_model and any(wait.is_main and wait.since < limit for wait in waits)
 
     def name_of(self, wait: Wait) -> str:
         """The collectives, and the place of the first among those that were begun where that is known."""

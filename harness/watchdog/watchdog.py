@@ -263,15 +263,13 @@ class Watchdog:
         *_, wait = [None, *(self.waits.late(self.timeout_s) or self.waits.all())]
         line, called = _main_thread_place()
         is_elsewhere = wait is None and called  # in a collective of the program's own, which nobody announced
-        waited, begun = self.waits.blocked(SUSPECT_S) if self._suspects else ([], {})
         return Position(
             where=f"in torch's {called}, {line}" if is_elsewhere else self._where(),
             waits=None if wait is None else self.waits.name_of(wait),
             seconds=0.0 if wait is None else time.monotonic() - wait.since,
             history=self.waits.history(),
             failure=self._failure,
-            waited=waited,
-            begun=begun,
+            is_blocked=self._suspects and self.waits.are_blocked(SUSPECT_S),
         )
 
     def _verdict(self, positions: dict[int, Position]) -> str:

@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 import torch
 
-from harness.shm.segment import ALIGN, RING, Mailboxes, Segment, head_bytes, open_peer
+from harness.shm.segment import ALIGN, RING, Mailboxes, Peer, Segment, head_bytes
 from tests.support.mutants import each_found_by
 
 
@@ -148,11 +148,11 @@ def test_a_segment_is_ones_own_and_keeps_its_size() -> None:
             os.ftruncate(segment.file, size)
 
 
-@pytest.mark.parametrize(("size", "inode", "says"), [(1 << 21, 0, "bytes, not"), (1 << 20, 1, "is of another file")])
-def test_another_file_is_not_mapped(size: int, inode: int, says: str) -> None:
+@pytest.mark.parametrize(("size", "inode"), [(1 << 21, 0), (1 << 20, 1)])
+def test_another_file_is_not_mapped(size: int, inode: int) -> None:
     segment = Segment(0, 1 << 20)
-    with pytest.raises(OSError, match=says):
-        open_peer(os.getpid(), segment.file, size, segment.inode + inode)
+    with pytest.raises(OSError, match="is of another file, of 1,048,576 bytes"):
+        Peer(os.getpid(), segment.file, size, segment.inode + inode)
 
 
 test_a_heap_with_a_mistake_is_found = each_found_by(
@@ -163,9 +163,9 @@ test_a_heap_with_a_mistake_is_found = each_found_by(
     the rest of a gap: What a block leaves of a gap is never used again
         shm.segment.Segment._find: [(begin + length, end)] if end - begin > length else [] => []
     never joined: Blocks that were given back one after the other stay apart
-        shm.segment.Segment._join: if before and before[-1][1] == begin: => if False:
+        shm.segment.Segment._find: self._free[-1][1] == begin => False
     joined over a block: A gap is joined with the next one over a block that is in use
-        shm.segment.Segment._join: if after and after[0][0] == end: => if after:
+        shm.segment.Segment._find: bool(self._free) and self._free[-1][1] == begin => bool(self._free)
     anywhere: A block begins wherever the last one ends
         shm.segment.aligned: -(-num_bytes // ALIGN) * ALIGN => num_bytes
     given back in part: The begin of a block is given back, and the rest of it is lost

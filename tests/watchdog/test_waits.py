@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -95,36 +93,25 @@ def test_a_limit_is_positive(seconds: float) -> None:
 # -- waits that count in a search for deadlocks ------------------------------------------------------------------------
 
 
-def is_counted(waits: Waits, while_asked: Callable[[], None] = lambda: None) -> bool:
-    """True if the wait counts of a rank that has begun a collective and waits for it; `while_asked` runs meanwhile."""
-
-    class Counts(Counter[Any]):
-        def items(self) -> Any:
-            while_asked()
-            return super().items()
-
-    waits.counts = Counts()
+def is_counted(waits: Waits) -> bool:
+    """True if the wait counts of a rank that has begun a collective and waits for it."""
     waits.begin("a")
     token = waits.enter(("a",), None)
     try:
-        return waits.blocked(-1.0) != ([], {})
+        return waits.are_blocked(-1.0)
     finally:
-        waits.announced.pop(token, None)
+        waits.leave(token)
 
 
-def counted_waits() -> list[bool]:
-    """Of a rank of one model, one that goes on meanwhile, one of two models, and one that had two."""
+def test_waits_of_one_model_count() -> None:
     waits, other = Waits(None, None), Waits(None, None)
     with mock.patch.object(Waits, "live", {waits}):
-        counted = [is_counted(waits), is_counted(waits, lambda: waits.leave(next(iter(waits.announced))))]
+        counted = [is_counted(waits)]
         Waits.live.add(other)
         counted.append(is_counted(waits))
         Waits.live.discard(other)
-        return [*counted, is_counted(waits)]
-
-
-def test_waits_of_one_model_and_one_moment_count() -> None:
-    assert counted_waits() == [True, False, False, False]
+        counted.append(is_counted(waits))
+    assert counted == [True, False, False], "of one model, of two, and where there were two"
 
 
 def test_parts_of_ranks_and_short_limits_are_not_judged() -> None:
@@ -173,10 +160,8 @@ test_a_mutant_is_found = each_found_by(
     """
     alarms for ever: A hang is raised after its groups
         watchdog.watchdog.Watchdog.check: None and not is_destroyed => None
-    several models: A rank tells counts in which those of another model are, which other ranks do not have
+    several models: A rank tells collectives among which those of another model are, which other ranks do not have
         watchdog.waits.Waits.begin: == 1 => >= 1
-    another moment: A rank that goes on while it is asked tells a wait that is over, and what it has begun since
-        watchdog.waits.Waits.blocked: dict(self.announced).keys() != waits.keys() => False
     300 s: A rank that saves for six minutes is ended
         watchdog.watchdog.default_timeout_s: given - min => min(given, 300.0) - min
     since the host asked: A wait on a device counts from when the host came to it, far ahead of its stream
@@ -190,7 +175,7 @@ test_a_mutant_is_found = each_found_by(
     no time at all: A limit of 0 seconds is taken, by which every wait is late
         watchdog.watchdog.Watchdog.__init__: if not self.timeout_s > 0: => if self.timeout_s < 0:
     """,
-    test_waits_of_one_model_and_one_moment_count,
+    test_waits_of_one_model_count,
     test_a_wait_lasts_since_its_stream_came_to_it_however_far_ahead_the_host_was,
     test_parts_of_ranks_and_short_limits_are_not_judged,
     test_a_limit_is_positive,
