@@ -46,7 +46,7 @@ def fully_shard(module: nn.Module, optimizer: Any = None, **arguments: Any) -> A
         prefetch and the others: see `harness.fsdp.options.Options`.
 
     Raises:
-        TypeError: an unknown argument, with the nearest names.
+        TypeError: an unknown argument.
         ValueError: an argument's value, with what would be valid; or a part of the module is sharded already.
     """
     if optimizer is None or arguments.keys() & OWN:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,7 @@ from harness.fsdp.comm.reduction import Integers
 from harness.fsdp.comm.user_buffers import UserBuffers
 from harness.fsdp.guards.nonfinite import GradientGuard
 from harness.fsdp.guards.replicas import check_agreed, check_copies, check_plan
-from harness.fsdp.guards.watches import ModelWatchdog, end_watch, watch_groups
+from harness.fsdp.guards.watches import end_watch, watch_groups
 from harness.fsdp.options import Options
 from harness.fsdp.policy import MixedPrecisionPolicy
 from harness.fsdp.runtime.gather import GatherPipeline
@@ -172,28 +172,25 @@ class Engine:
         if self.policy.param_dtype is not None:
             cast = partial(_cast_inputs, self.policy.param_dtype)
             hooks.handles += [unit.module.register_forward_pre_hook(cast, with_kwargs=True) for unit in units]
-        self.watchdog = self._watch()
+        # keeps nothing alive
+        where = weakref.WeakMethod(hooks.where)
+        self.watchdog = watch_groups(
+            meshes.communicators,
+            options,
+            lambda: "after its model was deleted" if (found := where()) is None else found(),
+        )
         self.weights = weights = Weights(hooks, meshes, self.user_buffers, options.check_replicas_every)
         self.gradients = GradientSync(hooks, weights, self.integers)
         self.named_state = StateAccess(module, weights, self.gradients)
 
     def _step(self) -> Step:
         placed = [self.context.placements(has_outer=mesh.has_outer) for mesh in self.meshes]
-        locally = any(each.accumulates_locally for each in placed)
-        reduces_once = any(each.reduces_once for each in placed)
         return Step(
-            reduces_each=not locally or self.integers is not None,
-            reduces_once=reduces_once,
+            reduces_each=self.integers is not None or not any(each.accumulates_locally for each in placed),
+            reduces_once=any(each.reduces_once for each in placed),
             exact_terms=None if self.integers is None else self.integers.fixed.terms,
             num_ranks=self.meshes.dense.everyone.size,
         )
-
-    def _watch(self) -> ModelWatchdog | None:
-        meshes, options = self.meshes, self.options
-        groups = [comm.group for comm in meshes.communicators]
-        shared = [comm.shm for comm in meshes.communicators if comm.shm is not None]
-        limit_s, check = options.watchdog_timeout_s, options.check_collectives
-        return watch_groups(groups, self.runtime, limit_s, check, _where(self.hooks), shared)
 
     def _shard_parameters(self, module: nn.Module) -> None:
         shards, slots = DTensorFactory(self.buckets), slots_of(module)
@@ -263,15 +260,11 @@ class Engine:
         return dense.inner.facts() | outer
 
     def counters(self) -> dict[str, int]:
-        """Counters of this rank since the model was built or `reset_counters` was called, by name:
+        """Counters of this rank since the model was built or `memory.reset_peak` was called, by name:
 
         transient_peak_bytes: most bytes of temporary buckets (gathered weights, unreduced gradients) alive at once.
         """
         return {"transient_peak_bytes": self.memory.peak_bytes}
-
-    def reset_counters(self) -> None:
-        """Reset `counters`: peaks to the current values."""
-        self.memory.reset_peak()
 
     def close(self) -> None:
         """Remove hooks and end threads, once reductions in flight have ended.
@@ -297,18 +290,16 @@ def engine_of(model: nn.Module) -> Engine:
 def _check_same_request(module: nn.Module, context: BuildContext, meshes: Meshes) -> None:
     """Raise RanksDisagree where ranks are about to shard other parameters, but for experts, have other buffers, or give
     other arguments. *Collective.*"""
-    asked = {each.name: getattr(context.options, each.name) for each in fields(context.options)}
-    asked |= {name: getattr(context, name) for name in ("strategy", "outer_strategy", "policy", "grad_divisor")}
+    asked = vars(context.options) | {
+        name: getattr(context, name) for name in ("strategy", "outer_strategy", "policy", "grad_divisor")
+    }
+    asked.pop("watchdog_timeout_s")
     named = [(n, p) for n, p in module.named_parameters() if not is_expert(p)]
     lines = [(f"parameter {name}", f"{_kind(p)} {'trained' if p.requires_grad else 'frozen'}") for name, p in named]
     lines += [(f"buffer {name}", _kind(buffer)) for name, buffer in module.named_buffers()]
+    lines += [(f"argument {name}", str(getattr(value, "value", value))) for name, value in asked.items()]
     check_agreed(
-        lines
-        + [
-            (f"argument {name}", str(getattr(value, "value", value)))
-            for name, value in asked.items()
-            if name != "watchdog_timeout_s"
-        ],
+        lines,
         meshes.dense.everyone,
         "what is sharded, and how",
         "ranks shard modules that are not alike, or with other arguments",
@@ -318,16 +309,12 @@ def _check_same_request(module: nn.Module, context: BuildContext, meshes: Meshes
 
 def _compute_in(dtype: torch.dtype, plans: Sequence[UnitPlan]) -> None:
     """Let weights be computed with in another dtype than the module's; those kept in 8 bits stay."""
-
-    def other(key: GroupKey) -> GroupKey:
-        if key.fp8 or key.dtype == dtype:
-            return key
-        return replace(key, dtype=dtype, stored=None if key.trainable else key.dtype)
-
     for plan in plans:
         before, plan.buckets = plan.buckets, {}
         for key, members in before.items():
-            plan.buckets.setdefault(other(key), []).extend(members)
+            if not key.fp8 and key.dtype != dtype:
+                key = replace(key, dtype=dtype, stored=None if key.trainable else key.dtype)
+            plan.buckets.setdefault(key, []).extend(members)
 
 
 def _cast_inputs(dtype: torch.dtype, _: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -339,9 +326,3 @@ def _cast_inputs(dtype: torch.dtype, _: nn.Module, args: Any, kwargs: Any) -> An
 
 def _kind(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
-
-
-def _where(hooks: Hooks) -> Callable[[], str]:
-    """Says, to a watching thread, where the program is; keeps nothing alive."""
-    where = weakref.WeakMethod(hooks.where)
-    return lambda: "after its model was deleted" if (found := where()) is None else found()

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from harness.fsdp.build import engine_of
 from harness.fsdp.guards.replicas import held_by_several
 from harness.fsdp.module import FSDPModule
-from harness.fsdp.options import OPTIONS, refuse_unknown
+from harness.fsdp.options import Options
 from harness.fsdp.policy import MixedPrecisionPolicy
 from harness.fsdp.preconditions import groups_of
 from harness.fsdp.runtime.step import StepError, StepState
@@ -47,13 +47,12 @@ UNBUILT = {
 
 
 def without_unbuilt(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The options among the arguments. NotImplementedError: another one of megatron-fsdp's asks for something.
-    TypeError: nobody knows one, with the nearest names."""
-    refuse_unknown(arguments, "fully_shard", ("module", *(fully_shard_model.__kwdefaults__ or ()), *UNBUILT))
+    """The options among the arguments, all of them. NotImplementedError: another one of megatron-fsdp's asks for
+    something. TypeError: nobody knows one."""
     for name, value in arguments.items():
         if name in UNBUILT and value != UNBUILT[name]:
             raise NotImplementedError(f"{name}={value!r} is not built; only {name}={UNBUILT[name]!r} is accepted")
-    return {name: value for name, value in arguments.items() if name in OPTIONS}
+    return dict(vars(Options(**{name: value for name, value in arguments.items() if name not in UNBUILT})))
 
 
 def fully_shard_model(
@@ -112,7 +111,7 @@ def fully_shard_model(
 
     Raises:
         NotImplementedError: an argument of megatron-fsdp that is not implemented has another value.
-        TypeError: an argument neither engine knows; the message has the nearest names.
+        TypeError: an argument neither engine knows.
         ValueError: a value is wrong.
     """
     options = without_unbuilt(others)

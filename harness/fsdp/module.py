@@ -18,18 +18,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from harness.fsdp.build import Engine, engine_of
+from harness.fsdp.preconditions import UNITS
 from harness.fsdp.sharding import copied, register_forward_method
 from harness.fsdp.update import norms
 
-_SYNC = "of FSDP2: model.set_model_auto_sync(False) before all microbatches of a step but the last, or model.no_sync()"
-_GATHERS = "of FSDP2: hooks gather and release; `with model.unsharded():` has weights whole in between; option prefetch"
-NAMES_OF_OTHERS = {
-    **dict.fromkeys(("set_requires_gradient_sync", "set_is_last_backward", "set_requires_all_reduce"), _SYNC),
-    **dict.fromkeys(("unshard", "reshard", "set_reshard_after_forward", "set_reshard_after_backward"), _GATHERS),
-    **dict.fromkeys(("set_modules_to_forward_prefetch", "set_modules_to_backward_prefetch"), _GATHERS),
-    "set_gradient_divide_factor": "of FSDP2: grad_divisor of fully_shard",
-}
-"""Methods of FSDP2's models, and what to use here."""
 IGNORED_BY_DDP = "_ddp_params_and_buffers_to_ignore"
 """Attribute that DistributedDataParallel, which would reduce gradients too, reads of the module it is given."""
 READ_HERE: dict[str, Callable[[Any], Any]] = {
@@ -80,12 +72,10 @@ class FSDPModule(nn.Module):
             if name == IGNORED_BY_DDP and not engine_of(self).is_closed:
                 raise ValueError(
                     "DistributedDataParallel around a model, or a part of one, that is sharded already: both would"
-                    " reduce its gradients, and training would be wrong. Leave DistributedDataParallel out and use the"
-                    " sharded model as it is; where it is a part of a larger model, shard the outermost module instead,"
-                    " and name what is gathered together in unit_modules (fully_shard_model: fsdp_unit_modules)"
+                    " reduce its gradients, and training would be wrong. Leave it out, and use the sharded model as it"
+                    " is; where that is a part of a larger one, shard the outermost module, and name what is gathered"
+                    f" together in {UNITS}"
                 ) from None
-            if name in NAMES_OF_OTHERS:
-                raise AttributeError(f"{name}: {NAMES_OF_OTHERS[name]}") from None
             raise
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FSDPModule:
@@ -122,9 +112,6 @@ class FSDPModule(nn.Module):
                     " module its dtype before sharding, and its device then or by `device`"
                 )
         return self
-
-    def to_empty(self, **_: Any) -> Any:
-        raise NotImplementedError("a sharded model cannot be cast or moved: to_empty() belongs before sharding")
 
     # -- microbatches ----------------------------------------------------------------------------------------------
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import pydoc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from importlib import import_module
 from typing import Any, cast
 
 import torch
@@ -31,19 +31,13 @@ UNITS = "unit_modules (fully_shard_model: fsdp_unit_modules)"
 
 
 def resolve_classes(modules: Iterable[type[nn.Module] | str]) -> list[type[nn.Module]]:
-    """Unit classes, those given by dotted path imported. Raises ValueError: one is no importable path, or no module
-    class."""
+    """Unit classes, those given by dotted path imported. Raises ValueError: one is no module class, or path of one."""
     classes = []
     for each in modules:
-        if isinstance(each, str):
-            path, _, name = each.rpartition(".")
-            try:
-                each = getattr(import_module(path), name)
-            except (ImportError, AttributeError, ValueError) as error:
-                raise ValueError(f"{UNITS}: {each!r} is no importable class path ({error})") from error
-        if not (isinstance(each, type) and issubclass(each, nn.Module)):
-            raise ValueError(f"{UNITS}: {each} is no nn.Module class; give classes, or dotted paths of them")
-        classes.append(each)
+        found: Any = pydoc.locate(each) if isinstance(each, str) else each
+        if not (isinstance(found, type) and issubclass(found, nn.Module)):
+            raise ValueError(f"{UNITS}: {each!r} is no nn.Module class; give classes, or dotted paths of them")
+        classes.append(found)
     return classes
 
 

@@ -20,7 +20,7 @@ from harness.fsdp.comm.communicator import Communicator
 from harness.fsdp.comm.device import usual_device
 from harness.fsdp.comm.mesh import Groups
 from harness.fsdp.guards.replicas import check_agreed
-from harness.fsdp.options import Options, refuse_unknown
+from harness.fsdp.options import Options
 from harness.fsdp.policy import MixedPrecisionPolicy
 from harness.fsdp.preconditions import check_request, groups_of_mesh, refuse_copy, resolve_classes
 from harness.fsdp.storage.at_rest import ShardedParameters, sharded_of
@@ -57,14 +57,9 @@ def shard(
 ) -> Any:
     """Shard a module in place, mix `kind` into its class, and return it; `harness.fsdp.api.fully_shard` describes the
     arguments. *Collective.*"""
-    refuse_unknown(options, "fully_shard", shard.__kwdefaults__ or ())
     chosen = Options(**options)
     if not isinstance(mp_policy, MixedPrecisionPolicy | None):
-        same = {name: getattr(mp_policy, name, None) for name in ("param_dtype", "reduce_dtype")}
-        said = ", ".join(f"{name}={value}" for name, value in same.items() if value is not None)
-        raise TypeError(
-            f"the policy is a {type(mp_policy).__module__} one: give harness.fsdp.MixedPrecisionPolicy({said})"
-        )
+        raise TypeError(f"{mp_policy} is another engine's: give harness.fsdp.MixedPrecisionPolicy with its dtypes")
     classes = resolve_classes(unit_modules or ())
     check_request(module, kind, classes, grad_divisor)
     inner, outer = Strategy.parse(strategy, "strategy"), OuterStrategy.parse(outer_strategy, "outer_strategy")

@@ -34,13 +34,13 @@ def peaks(rank: int, prefetch: int) -> list[int]:
         prefetch=prefetch,
     )
     found = []
-    sharded.engine.reset_counters()
+    sharded.engine.memory.reset_peak()
     for _ in range(2):
         sharded(torch.full((2, 64), 1.0 + rank)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
         found.append(sharded.engine.counters()["transient_peak_bytes"])
-        sharded.engine.reset_counters()
+        sharded.engine.memory.reset_peak()
     assert sharded.engine.counters() == dict.fromkeys(sharded.engine.counters(), 0), "nothing is alive between steps"
     sharded.close()
     return found

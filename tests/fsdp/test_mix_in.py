@@ -125,7 +125,6 @@ def _moving(model: ShardedModel) -> list[str]:
         model.bfloat16,
         lambda: model.to("cpu:0", torch.float64),
         lambda: model.to("meta"),
-        lambda: model.to_empty(device="cpu"),
     ):
         told += said(change, NotImplementedError, "cannot be cast or moved")
     return told
@@ -187,17 +186,8 @@ def holding(rank: int, strategy: str) -> list[str]:
     return told + (["it has a length"] if hasattr(other_model, "__len__") or not other_model else [])
 
 
-def missing(rank: int, strategy: str) -> list[str]:
-    """What FSDP2's models have and this one does not says what to do instead."""
-    model = fully_shard_model(nn.Linear(6, 6), zero_dp_strategy=strategy)
-    found = said(lambda: model.set_requires_gradient_sync(False), AttributeError, "set_model_auto_sync", "no_sync")
-    found += said(lambda: model.unshard(), AttributeError, r"model\.unsharded\(\)")
-    model.unshard = lambda: "its own"
-    return found + ([] if model.unshard() == "its own" else ["the module's own is lost"])
-
-
 CHECKS: dict[str, Callable[[int, str], list[str]]] = {
-    each.__name__: each for each in (deleting, keeping, naming, crowding, holding, missing)
+    each.__name__: each for each in (deleting, keeping, naming, crowding, holding)
 }
 
 
@@ -206,14 +196,11 @@ test_a_sharded_module_is_as_before = each_holds(__name__, CHECKS)
 
 MUTANTS = of_slips(
     """
-    names of FSDP2: A method of FSDP2's is an attribute that the module does not have
-        fsdp.module.NAMES_OF_OTHERS: {}
-        missing
     hooks keep the engine: Hooks hold what they call, so that module and engine keep each other
         fsdp.runtime.weak_hooks.WeakHook: __import__("functools").partial
         deleting
     watchdog keeps the engine: The watching thread holds what it asks where the program is
-        fsdp.build._where: lambda driver: driver.where
+        fsdp.build.Engine._wire: weakref.WeakMethod(hooks.where) => (lambda: hooks.where)
         deleting
     thread goes on: Nobody tells the watching thread that its model is gone
         fsdp.build.end_watch: lambda *_, **__: None

@@ -117,12 +117,9 @@ def test_names_of_fsdp2_are_understood() -> None:
         MixedPrecisionPolicy(reduce_dtype=torch.bfloat16, grad_comm_dtype=torch.float32)
 
 
-def test_a_policy_of_fsdp2_is_translated() -> None:
-    given = fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    with pytest.raises(TypeError) as refused:
-        fully_shard(torch.nn.Linear(2, 2), mp_policy=given)
-    written = str(refused.value).partition("give harness.fsdp.")[2]
-    assert eval(written) == MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+def test_a_policy_of_fsdp2_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"give harness\.fsdp\.MixedPrecisionPolicy"):
+        fully_shard(torch.nn.Linear(2, 2), mp_policy=fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16))
 
 
 def test_buckets_are_aligned_in_their_narrowest_buffer() -> None:

@@ -76,13 +76,6 @@ def test_the_owners_axis_is_created_first_and_alone_with_sharp(owner: str) -> No
         assert created == [(owner, "1"), (other, "0")]
 
 
-def test_axes_must_divide_the_ranks(group_of_one: Any) -> None:
-    with pytest.raises(ValueError, match="does not divide the number of ranks, 1"):
-        SharpOwnership(CPU).axis_groups(2)
-    with pytest.raises(ValueError, match="not one of dp, dp_outer"):
-        SharpOwnership(CPU).axis_groups(1, owner="tp")
-
-
 # -- groups that a part of all ranks makes by itself, while the others do something else -------------------------------
 
 

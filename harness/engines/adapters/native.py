@@ -156,7 +156,7 @@ class NativeEngine(Engine):
 
     def counters(self) -> dict[str, int]:
         counted = self.model.engine.counters()
-        self.model.engine.reset_counters()
+        self.model.engine.memory.reset_peak()
         return counted
 
     def user_buffers(self) -> dict[str, str]:

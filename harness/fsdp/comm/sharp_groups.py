@@ -49,23 +49,15 @@ class SharpOwnership:
     def axis_groups(self, num_outer: int, owner: str = "dp") -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
         """Create this rank's process groups along the inner and the outer axis, the owner of SHARP first. *Collective.*
 
-        Ranks of one inner group are neighbours: rank = outer index * inner size + inner index. ValueError: the size
-        does not divide the ranks, or there is no such axis. RuntimeError: as `create`.
+        Ranks of one inner group are neighbours: rank = outer index * inner size + inner index. RuntimeError: as
+        `create`, or the size does not divide the ranks.
 
         Args:
             num_outer: size of the outer axis; it must divide the number of ranks.
             owner: "dp" (inner) or "dp_outer".
         """
-        world = dist.get_world_size()
-        if num_outer < 1 or world % num_outer:
-            raise ValueError(f"num_outer={num_outer} does not divide the number of ranks, {world}")
-        if owner not in ("dp", "dp_outer"):
-            raise ValueError(f"owner={owner!r} is not one of dp, dp_outer")
-        num_inner = world // num_outer
-        ranks = {
-            "dp": [[outer * num_inner + inner for inner in range(num_inner)] for outer in range(num_outer)],
-            "dp_outer": [[outer * num_inner + inner for outer in range(num_outer)] for inner in range(num_inner)],
-        }
+        grid = torch.arange(dist.get_world_size()).view(num_outer, -1)
+        ranks: dict[str, list[list[int]]] = {"dp": grid.tolist(), "dp_outer": grid.T.tolist()}
         owned = self.create(lambda: _own_group(ranks[owner], owner))
         made = {owner: owned} | {axis: _own_group(ranks[axis], axis) for axis in ranks if axis != owner}
         return made["dp"], made["dp_outer"]

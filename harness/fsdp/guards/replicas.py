@@ -121,10 +121,11 @@ def held_by_several(buckets: Sequence[ParamGroup], meshes: Meshes) -> Held:
 
 
 def _copies(bucket: ParamGroup) -> list[Replica]:
-    copied = [
-        (name, part) for name, part in bucket.cuts.own_rows(bucket.main_shards) if bucket.tp_shards[name].is_copied
+    return [
+        Replica(f"{bucket.name} main weights", part, partial(list, [(name, part)]))
+        for name, part in bucket.cuts.own_rows(bucket.main_shards)
+        if bucket.tp_shards[name].is_copied
     ]
-    return [Replica(f"{bucket.name} main weights", part, partial(list, [(name, part)])) for name, part in copied]
 
 
 def _own(bucket: ParamGroup) -> Replica:

@@ -8,8 +8,8 @@ from weakref import WeakSet
 import torch.distributed as dist
 
 from harness.fsdp.comm import events
-from harness.fsdp.comm.device import DeviceRuntime
-from harness.shm import ShmGroup
+from harness.fsdp.comm.communicator import Communicator
+from harness.fsdp.options import Options
 from harness.watchdog import (
     CollectiveError as CollectiveError,
     Watchdog,
@@ -24,30 +24,26 @@ class ModelWatchdog(Watchdog, events.Observer):  # type: ignore[misc] # both hav
     """Told by the engine what its collectives and waits are."""
 
 
-def watch_groups(
-    groups: Sequence[dist.ProcessGroup],
-    runtime: DeviceRuntime,
-    timeout_s: float | None,
-    check: bool,
-    where: Callable[[], str],
-    shared: Sequence[ShmGroup],
-) -> ModelWatchdog | None:
+def watch_groups(comms: Sequence[Communicator], options: Options, where: Callable[[], str]) -> ModelWatchdog | None:
     """A watchdog that observes the engine's collectives until `end_watch`; None for a model of one rank.
 
-    groups: the first has all ranks of the model. timeout_s: None is the groups' own timeout, less a margin. shared:
-    groups beside these, which are aborted with them. Raises ValueError: the limit is not positive.
+    comms: the first has all ranks of the model; their shared memory is aborted with them. Raises ValueError: the limit
+    is not positive.
     """
-    if groups[0].size() == 1:
+    if comms[0].size == 1:
         return None
-    limit_s = default_timeout_s(groups, runtime.device) if timeout_s is None else timeout_s
+    groups, runtime, limit_s = [comm.group for comm in comms], comms[0].runtime, options.watchdog_timeout_s
+    if limit_s is None:
+        limit_s = default_timeout_s(groups, runtime.device)
     mark = runtime.record if runtime.has_streams else None
-    beside = WeakSet(shared)
+    beside = WeakSet(comm.shm for comm in comms if comm.shm is not None)
 
     def abort(group: dist.ProcessGroup) -> None:
         for each in beside:
             each.abort()
         abort_group(group)
 
+    check = options.check_collectives
     watchdog = ModelWatchdog(groups, limit_s, where=where, abort=abort, mark=mark, records=False, check=check)
     watchdog.attach()
     return watchdog

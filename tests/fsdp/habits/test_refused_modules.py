@@ -103,7 +103,7 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
 }
 UNITS: dict[str, tuple[Any, str]] = {
-    "a path": ("torch.nn.Linear", r"fsdp_unit_modules\): 't' is no importable class path"),
+    "a path": ("torch.nn.Linear", r"fsdp_unit_modules\): 't' is no nn.Module class"),
     "a list of modules": ([nn.Linear(1, 1)], r"Linear\(.*\) is no nn.Module class; give classes"),
     "no match": ([nn.Conv2d], r"\['Conv2d'\] matches no module of Net.*it has Block, Linear, Net"),
 }
