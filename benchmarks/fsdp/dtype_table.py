@@ -62,7 +62,7 @@ class Additions(TorchDispatchMode):
 @contextmanager
 def watching(trace: Trace) -> Iterator[None]:
     encode, sum_in_order = reduction.Reduction.encode, reduction._sum_in_order
-    exchange, second_leg = reduction.Reduction.exchange, reduction.Communicator.second_leg
+    exchange, spread = reduction.Reduction.exchange, reduction.Reduction.spread
 
     def note(station: str, tensor: Tensor) -> None:
         trace[station].add(NAMES[tensor.dtype])
@@ -86,15 +86,15 @@ def watching(trace: Trace) -> Iterator[None]:
         note_parts("sent", parts)
         return exchange(self, parts, label, factor)
 
-    def noting_leg(self: Any, parts: Any, label: Any) -> Any:
-        note_parts("sums sent", parts)
-        return second_leg(self, parts, label)
+    def noting_leg(self: Any, spreading: Any, whole: Any) -> Any:
+        note_parts("sums sent", whole)
+        return spread(self, spreading, whole)
 
     with (
         mock.patch.object(reduction.Reduction, "encode", noting_encode),
         mock.patch.object(reduction, "_sum_in_order", noting_sum),
         mock.patch.object(reduction.Reduction, "exchange", noting_exchange),
-        mock.patch.object(reduction.Communicator, "second_leg", noting_leg),
+        mock.patch.object(reduction.Reduction, "spread", noting_leg),
     ):
         yield
 

@@ -85,27 +85,22 @@ def fully_shard_model(
     names, and return it. Pass its optimizers to `fully_shard_optimizer`. *Collective.*
 
     Args:
-        module: on the "meta" device only with `initial_value` or `init_model_with_meta_device`.
         device_mesh: the ranks, by axis; None: all ranks of the default group are one inner axis.
-        dp_shard_dim: name of the mesh's dimension over which shards are split, the inner axis.
-        dp_outer_dim: name of the dimension over which shards are replicated (HSDP), or optimizer state is split once
-            more (HFSDP); None: no outer axis.
+        dp_shard_dim, dp_outer_dim: names of the mesh's dimensions over which shards are split (the inner axis), and
+            over which they are replicated (HSDP), or optimizer state is split once more (HFSDP); None: no outer axis.
         tp_dim: name of the dimension over which a tensor-parallel plan (`parallelize_module`) has already split
             parameters (see [Note: Under tensor parallelism]); a dimension of one rank has no effect.
         hybrid_fsdp_group: all ranks of both axes (the mesh may have a flattened dimension for them); None: made here.
         expt_device_mesh, hybrid_fsdp_expt_group: the same for parameters with `allreduce = False` (experts).
         fsdp_group_ag, expt_fsdp_group_ag: a separate communicator of the inner ranks for gathers; None: gathers and
             reductions share one.
-        fsdp_unit_modules: classes, or dotted paths of them, whose outermost instances are gathered, reduced and
-            released together, such as transformer blocks; None: the whole module is one unit.
-        zero_dp_strategy: what the inner axis splits: 0 `no_shard`, 1 `optim`, 2 `optim_grads`, 3 `optim_grads_params`.
-        outer_dp_sharding_strategy: what the outer axis splits: 0 `no_shard`, 1 `optim`.
-        device: device of the buckets; None: that of the parameters, or the group's if they are on meta.
-        init_model_with_meta_device: parameters on the meta device get values from each module's `reset_parameters()`.
-        mixed_precision_policy: dtypes of weights and gradients; None keeps main weights in fp32.
+        fsdp_unit_modules, mixed_precision_policy: `unit_modules` and `mp_policy` of `harness.fsdp.fully_shard`.
+        zero_dp_strategy, outer_dp_sharding_strategy: `strategy` and `outer_strategy` there.
+        init_model_with_meta_device: `init_on_meta` there.
+        device, module: as there.
+        grad_divisor, initial_value: as there.
         sync_model_each_microbatch: if a backward outside `no_sync()` and `sync()` ends the step's accumulation.
         calculate_per_token_loss: gradients are summed and not divided.
-        grad_divisor, initial_value: see `harness.fsdp.fully_shard`.
         fsdp_double_buffer, maxpool_double_buffer: other names of the option `double_buffer`.
         others: options; arguments of megatron-fsdp that are not implemented, with the one value that has no effect.
 

@@ -200,7 +200,7 @@ def _first_reason(told: list[Any]) -> str:
 
 
 def _host() -> str:
-    """What two processes share if one can name the other by its process id."""
+    """Text that two processes share if one can name the other by its process id."""
     boot, namespace = socket.gethostname(), ""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()

@@ -170,45 +170,41 @@ class Communicator:
             with events.waiting():
                 self.shm.settle()
 
-    def all_gather(self, parts: Sequence[Part], label: Label, own: Sequence[Tensor] | None = None) -> Pending:
+    def all_gather(
+        self,
+        parts: Sequence[Part],
+        label: Label,
+        own: Sequence[Tensor] | None = None,
+        *,
+        is_second_leg: bool = False,
+    ) -> Pending:
         """Fill every rank's chunk of each part from that rank.
 
         The parts belong to the returned handle until it is waited for.
 
         own: what this rank's chunks are filled from, which `reads` must be true of; None: they hold their data. Peers
-        may read either until `settle`.
+        may read either until `settle`. is_second_leg: of a collective announced before, of which peers read nothing
+        once it is waited for.
         """
         if self.size == 1:
             return Pending([])
-        with events.begin(label, parts):
-            return self._gather(parts, own, until_settled=True)
+        with events.resume(label) if is_second_leg else events.begin(label, parts):
+            if self.shm is not None:
+                rows = [part.by_rank() for part in parts]
+                own = own or [row[self.rank] for row in rows]
+                events.offer(sum([each.nbytes for each in own]) * (self.size - 1))
+                return Pending([self.shm.allgather(rows, list(own), until_settled=not is_second_leg)], parts)
+            evened = [Evened(part) for part in parts]
+            for each in evened:
+                each.copy_in(self.rank)
+            outputs = [self.as_sent(each.part.tensor) for each in evened]
+            inputs = [self.as_sent(each.part.chunk(self.rank)) for each in evened]
+            work = self.group.allgather_into_tensor_coalesced(outputs, inputs)
+            return Pending([work], parts, finish=[each.copy_back for each in evened if each.is_copy])
 
     def reads(self, own: Sequence[Tensor], dtype: torch.dtype) -> bool:
         """True if peers read these, which are of one dtype, in place, for parts of this one."""
         return self.shm is not None and own[0].dtype == dtype and all(map(self.shm.holds, own))
-
-    def second_leg(self, parts: Sequence[Part], label: Label) -> Pending:
-        """An all-gather that is part of a collective announced before."""
-        if self.size == 1:
-            return Pending([])
-        with events.resume(label):
-            return self._gather(parts)
-
-    def _gather(
-        self, parts: Sequence[Part], own: Sequence[Tensor] | None = None, *, until_settled: bool = False
-    ) -> Pending:
-        if self.shm is not None:
-            rows = [part.by_rank() for part in parts]
-            own = own or [row[self.rank] for row in rows]
-            events.offer(sum([each.nbytes for each in own]) * (self.size - 1))
-            return Pending([self.shm.allgather(rows, list(own), until_settled=until_settled)], parts)
-        evened = [Evened(part) for part in parts]
-        for each in evened:
-            each.copy_in(self.rank)
-        outputs = [self.as_sent(each.part.tensor) for each in evened]
-        inputs = [self.as_sent(each.part.chunk(self.rank)) for each in evened]
-        work = self.group.allgather_into_tensor_coalesced(outputs, inputs)
-        return Pending([work], parts, finish=[each.copy_back for each in evened if each.is_copy])
 
     def as_sent(self, tensor: Tensor) -> Tensor:
         """A contiguous tensor as the backend moves it: what not every backend knows, as bytes."""
@@ -239,10 +235,6 @@ class Communicator:
             return Pending([])
         with events.begin(Label("all_reduce", purpose), [values]):
             return Pending([dist.all_reduce(values, operation, self.group, async_op=True)], [values])
-
-    def largest(self, values: Tensor, purpose: str) -> Tensor:
-        """Make each value, none of them NaN, the largest over the group, in place; returns them. *Collective.*"""
-        return self.sum_scalars(values, purpose, dist.ReduceOp.MAX)
 
     def all_succeeded(self, mine: bool) -> bool:
         """True if every rank says so; no traffic of the step's. *Collective*; makes a lazy communicator exist."""

@@ -176,7 +176,7 @@ class Reduction:
     def spread(self, exchange: Exchange, whole: Sequence[Part]) -> Pending:
         """Second leg of an all-reduce, after `fold`: give every rank the whole sums, cut as they were made."""
         if not self._is_one_call(exchange.label):
-            return self.comm.second_leg(whole, exchange.label)
+            return self.comm.all_gather(whole, exchange.label, is_second_leg=True)
         targets = [part.tensor for part in whole]
         copy_together(targets, [part.tensor for part in exchange.parts])
         scale_together(targets, exchange.factor)

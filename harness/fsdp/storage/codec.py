@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -148,6 +149,6 @@ def refresh_scales(held: Held, meshes: Meshes) -> None:
 def _take_largest(comm: Communicator | None, tensors: Sequence[Tensor]) -> None:
     """Replace each element, fp32 and flat, by its maximum over a group, in place. *Collective.*"""
     if comm is not None and comm.size > 1 and tensors:
-        together = comm.largest(torch.cat(list(tensors)), PURPOSE)
+        together = comm.sum_scalars(torch.cat(list(tensors)), PURPOSE, dist.ReduceOp.MAX)
         for each, part in zip(tensors, together.split([each.numel() for each in tensors]), strict=True):
             each.copy_(part)
