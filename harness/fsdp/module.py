@@ -202,7 +202,7 @@ class FSDPModule(nn.Module):
         Each call is *collective*: all ranks must call it, and must run the same units in it equally often.
 
         Raises:
-            ValueError: the module has no such method.
+            AttributeError: the module has no such method.
         """
         for name in names:
             register_forward_method(self, name)

@@ -31,8 +31,6 @@ from harness.fsdp.update.own_step import whole_step_of
 from harness.fsdp.update.rules import begins_with_gradient, check_optimizer, create_state_of
 from harness.fsdp.vocabulary import Numerics, OuterStrategy, Strategy
 
-FORWARD_METHODS = ("generate",)
-"""Methods that run a module's forward, or parts of it, known by name."""
 _RUNS = "_runs_as_forward"
 """Attribute of a function that takes the place of a module's method."""
 
@@ -67,7 +65,7 @@ def shard(
     device = torch.device(device or usual_device(next(module.parameters()).device, groups.inner))
     choices = inner, outer, mp_policy or MixedPrecisionPolicy(), chosen, device
     context = BuildContext(groups, expert_groups, classes, *choices, grad_divisor, initial_value, init_on_meta)
-    return _mix_in(module, kind, context, [name for name in FORWARD_METHODS if hasattr(type(module), name)])
+    return _mix_in(module, kind, context, ["generate"] if hasattr(type(module), "generate") else [])
 
 
 def _mix_in(module: nn.Module, kind: Any, context: BuildContext, methods: Sequence[str]) -> Any:
@@ -108,7 +106,6 @@ def adopt_weights(mine: Engine, other: Engine) -> None:
     for bucket, theirs in zip(mine.buckets, other.buckets, strict=True):
         for param, flag in zip(bucket.views.at_rest, theirs.views.flags(), strict=True):
             param.requires_grad_(flag)
-    for bucket, theirs in zip(mine.buckets, other.buckets, strict=True):
         for shard, values in zip(bucket.main_shards, theirs.main_shards, strict=True):
             shard.detach().copy_(values.detach())
     mine.weights.install()
@@ -124,14 +121,16 @@ def _bare_copy(model: nn.Module, engine: Engine, memo: dict[int, Any]) -> nn.Mod
         if bucket.tp is not None or bucket.codec is not None:
             kind = "kept in 8 bits" if bucket.codec is not None else "TP shards of a tensor-parallel plan"
             raise NotImplementedError(
-                f"a copy of a sharded model whose parameters are {kind}: build the module again, shard it, and load"
-                " state_dict() of this one"
+                f"a copy of a sharded model whose parameters are {kind}: shard another one, and load state_dict()"
             )
         sharded: ShardedParameters = bucket.views.sharded()
         for unsharded, at_rest, plain in zip(sharded.unsharded, sharded.params, sharded.types, strict=True):
             memo[id(unsharded)] = memo[id(at_rest)] = _on_meta(at_rest, plain, bucket)
     mixed: Any = type(model)
-    parts = [(part, _set_by_engine(part)) for part in mixed.modules(model)]
+    parts = [
+        (part, {n: v for n, v in vars(part).items() if n in (ENGINE, "__reduce_ex__") or getattr(v, _RUNS, False)})
+        for part in mixed.modules(model)
+    ]
     try:
         for part, held in parts:
             for name in held:
@@ -148,11 +147,6 @@ def _bare_copy(model: nn.Module, engine: Engine, memo: dict[int, Any]) -> nn.Mod
     return found
 
 
-def _set_by_engine(part: nn.Module) -> dict[str, Any]:
-    names = (ENGINE, "__reduce_ex__")
-    return {n: v for n, v in vars(part).items() if n in names or getattr(v, _RUNS, False)}
-
-
 def _on_meta(param: nn.Parameter, own: type, bucket: ParamGroup) -> Tensor:
     data = torch.empty(param.shape, dtype=bucket.key.dtype, device="meta")
     made = nn.Parameter(data, bucket.key.trainable)
@@ -166,16 +160,10 @@ def _on_meta(param: nn.Parameter, own: type, bucket: ParamGroup) -> Tensor:
 
 def register_forward_method(model: nn.Module, name: str) -> None:
     """Run a method, "path.to.submodule.method", as a forward of the model; see [Note: Methods as forwards]. Raises
-    ValueError: there is no such method."""
+    AttributeError: there is no such module or method."""
     path, _, last = name.rpartition(".")
-    try:
-        owner = model.get_submodule(path)
-    except AttributeError as error:
-        raise ValueError(f"{name!r}: {error}") from None
-    method = getattr(type(owner), last, None)
-    if not callable(method):
-        raise ValueError(f"{type(owner).__name__} has no method {last!r} to run as a forward")
-    engine = engine_of(model)
+    owner, engine = model.get_submodule(path), engine_of(model)
+    method = getattr(type(owner), last)
     engine.forward_methods.append(name)
     run = weakref.WeakMethod(engine.hooks.run_as_forward)
     owner.__dict__[last] = _as_forward(weakref.ref(owner), method, run)

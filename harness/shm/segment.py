@@ -1,8 +1,8 @@
 """One rank's shared memory: mailboxes for its peers, then a heap of blocks that they may read.
 
 Mailboxes are ring buffers of int64: one for each pair of ranks and direction, with one writer and one reader. How many
-words were written is stored last: a message is read whole or not at all. The lock around each store keeps processors
-that reorder them from doing so. A reader stores in its own segment how far it has read.
+words were written is stored last, under a lock that keeps processors from reordering stores: a message is read whole or
+not at all. A reader stores in its own segment how far it has read.
 """
 
 from __future__ import annotations
@@ -182,24 +182,19 @@ class Mailboxes:
 
     def send(self, peer: int, numbers: Sequence[int]) -> bool:
         """Write one message for a peer; false where there is no room yet. One thread at a time. Raises ValueError: it
-        is more than half a ring."""
-        length = len(numbers) + 1
-        if length > RING // 2:
-            raise ValueError(f"{len(numbers)} numbers are more than one message may have, {RING // 2 - 1}")
-        own, written = self._own[peer], self._written[peer]
-        place = written % RING
-        skipped = RING - place if place + length > RING else 0
-        if written + skipped + length - self._theirs[peer][_READ] > RING:
+        is more than a ring."""
+        own, begin = self._own[peer], self._written[peer]
+        end = begin + 1 + len(numbers)
+        if end - begin > RING:
+            raise ValueError(f"{len(numbers)} numbers are more than one message may have, {RING - 1}")
+        if end - self._theirs[peer][_READ] > RING:
             return False
-        if skipped:
-            own[_BEGIN + place] = 0
-            place = 0
-        begin = _BEGIN + place
         with self._order:
-            own[begin : begin + length] = [length, *numbers]
-        self._written[peer] = written + skipped + length
+            for place, word in enumerate((len(numbers), *numbers), begin):
+                own[_BEGIN + place % RING] = word
+        self._written[peer] = end
         with self._order:
-            own[0] = self._written[peer]
+            own[0] = end
         return True
 
     def receive(self, peer: int) -> list[list[int]]:
@@ -212,11 +207,8 @@ class Mailboxes:
         found = list[list[int]]()
         with self._order:
             while read < written:
-                begin = _BEGIN + read % RING
-                length = ring[begin]
-                if length:
-                    found.append(ring[begin + 1 : begin + length])
-                read += length or RING - read % RING
+                begin, read = read + 1, read + 1 + ring[_BEGIN + read % RING]
+                found.append([ring[_BEGIN + place % RING] for place in range(begin, read)])
         self._read[peer] = read
         with self._order:
             self._own[peer][_READ] = read

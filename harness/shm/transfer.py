@@ -145,7 +145,7 @@ class Transport:
         own = given[self.rank]
 
         def take(parts: dict[int, list[Tensor]]) -> None:
-            for out, *terms in zip(outs, *(parts.get(rank, own) for rank in range(self.size)), strict=True):
+            for out, *terms in zip(outs, *(parts.get(rank, own) for rank in range(len(given))), strict=True):
                 sum_in_order(terms, out.data, out.dtype, block=BLOCK)
                 if divisor != 1:
                     out.data.div_(divisor)

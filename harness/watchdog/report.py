@@ -84,21 +84,23 @@ def _waiting(positions: Positions) -> list[str]:
 
 def _absent(positions: Positions, ranks: Sequence[int]) -> list[str]:
     """Ranks that wait for nothing, and ranks that do not answer."""
-    parts = [_elsewhere(rank, each) for rank, each in sorted(positions.items()) if each.waits is None]
+    parts = []
+    for rank, each in sorted(positions.items()):
+        if each.waits is None:
+            came = "failed" if each.failure else "has not come: it is"
+            number, name = each.history[-1] if each.history else (0, "")
+            last = (
+                f"; the last collective it began is {name} (number {number})"
+                if name
+                else " and has begun no collective"
+            )
+            parts.append(f"rank {rank} {came} {each.where}{last}")
     if silent := [rank for rank in ranks if rank not in positions]:
         parts.append(
             f"{ranks_text(silent)} do{'es' if len(silent) == 1 else ''} not answer: ended, stopped, or inside a call"
             " that lets no other thread run (the rank's own log tells)"
         )
     return parts
-
-
-def _elsewhere(rank: int, position: Position) -> str:
-    came = "failed" if position.failure else "has not come: it is"
-    if not position.history:
-        return f"rank {rank} {came} {position.where} and has begun no collective"
-    number, name = position.history[-1]
-    return f"rank {rank} {came} {position.where}; the last collective it began is {name} (number {number})"
 
 
 def by_value(values: Mapping[int, str]) -> dict[str, list[int]]:

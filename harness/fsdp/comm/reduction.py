@@ -191,7 +191,7 @@ class Reduction:
     def _all_to_all(self, exchange: Exchange) -> None:
         """For sums made here: small buckets travel as one message (see `PACKED_BYTES`)."""
         comm, parts = self.comm, exchange.parts
-        for part in [_rank_by_rank(parts)] if _is_small(parts) else parts:
+        for part in _messages(parts):
             own = part.cut.sizes[comm.rank]
             received = part.tensor.new_empty(own * comm.size)
             output, given = comm.as_sent(received), comm.as_sent(part.chunks.reshape(-1))
@@ -225,18 +225,16 @@ class Reduction:
             pending.finish = [partial(each.copy_back, comm.rank) for each in evened if each.is_copy]
 
 
-def _is_small(parts: Sequence[Part]) -> bool:
-    """True if several parts are worth a copy that makes one message of them; the same on all ranks."""
+def _messages(parts: Sequence[Part]) -> Sequence[Part]:
+    """Several parts that are worth a copy as one, rank by rank; the same on all ranks."""
     num_bytes = sum([sum(part.cut.sizes) * part.tensor.itemsize for part in parts])
-    return len(parts) > 1 and num_bytes <= PACKED_BYTES[is_queued(parts[0].tensor.device)]
-
-
-def _rank_by_rank(parts: Sequence[Part]) -> Part:
+    if len(parts) == 1 or num_bytes > PACKED_BYTES[is_queued(parts[0].tensor.device)]:
+        return parts
     size, evened = len(parts[0].cut.spans), [Evened(part) for part in parts]
     for each in evened:
         each.copy_in()
     rows = [each.part.tensor.view(size, each.part.cut.longest) for each in evened]  # one view, however many ranks
-    return Part.evenly(torch.cat(rows, dim=1).view(-1), size)
+    return [Part.evenly(torch.cat(rows, dim=1).view(-1), size)]
 
 
 def _sum_in_order(

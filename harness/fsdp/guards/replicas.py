@@ -50,7 +50,8 @@ class ReplicaDrift(RuntimeError):
 def bit_hash(tensor: Tensor) -> Tensor:
     """int64, shape [], on the tensor's device."""
     flat = tensor.detach().contiguous().reshape(-1)
-    words = flat.view(torch.uint8).view(_word(flat))
+    word = torch.int32 if flat.nbytes % 4 == 0 else torch.int16 if flat.nbytes % 2 == 0 else torch.uint8
+    words = flat.view(torch.uint8).view(word)
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
     size = DEVICE_BLOCK if is_queued(flat.device) else BLOCK
     ramp = torch.arange(1, min(size, words.numel()) + 1, dtype=torch.int64, device=flat.device)
@@ -62,10 +63,6 @@ def bit_hash(tensor: Tensor) -> Tensor:
         mixed.bitwise_xor_(mixed >> 32)
         total += mixed.sum()
     return total
-
-
-def _word(flat: Tensor) -> torch.dtype:
-    return torch.int32 if flat.nbytes % 4 == 0 else torch.int16 if flat.nbytes % 2 == 0 else torch.uint8
 
 
 def check_equal(replicas: Sequence[Replica], comm: Communicator, when: str) -> None:
@@ -96,13 +93,10 @@ def _differing(table: Tensor) -> list[int]:
     return [place for place, each in enumerate(differs) if each]
 
 
-Held = list[tuple[Communicator, list[Replica]]]
-
-
-def held_by_several(buckets: Sequence[ParamGroup], meshes: Meshes) -> Held:
+def held_by_several(buckets: Sequence[ParamGroup], meshes: Meshes) -> list[tuple[Communicator, list[Replica]]]:
     """Copies: unsharded compute weights on all ranks; main weights, and inner shards of compute weights, on the axis
     that does not split them; on a tensor-parallel axis parameters that no plan cuts."""
-    found: Held = []
+    found: list[tuple[Communicator, list[Replica]]] = []
     for mesh in meshes:
         of_mesh = [bucket for bucket in buckets if bucket.mesh is mesh]
         resident = [bucket for bucket in of_mesh if bucket.is_resident]
@@ -158,19 +152,14 @@ def check_agreed(pairs: Pairs, comm: Communicator, purpose: str, wrong: str, fix
     number = zlib.crc32("\n".join(f"{name}\t{what}" for name, what in pairs).encode())
     if len(set(all_values(comm, torch.tensor(number, device=comm.runtime.device), purpose).tolist())) == 1:
         return
-    raise RanksDisagree(f"{wrong}: {difference(everyones(list(pairs), comm, purpose))}. {fix}")
-
-
-def difference(told: Sequence[Pairs]) -> str:
-    said = [dict(each) for each in told]
+    said = [dict(each) for each in everyones(list(pairs), comm, purpose)]
     names = dict.fromkeys(name for each in said for name in each)
     differing = [name for name in names if len({each.get(name) for each in said}) > 1]
-    if not differing:
-        return "they come in another order"
-    sides = by_value({rank: each.get(differing[0], "not there") for rank, each in enumerate(said)})
-    text = ", ".join(f"{what} on {ranks_text(ranks)}" for what, ranks in sides.items())
-    more = f" (and {len(differing) - 1} more differ)" if len(differing) > 1 else ""
-    return f"{differing[0]} is {text}{more}"
+    text = "they come in another order"
+    if differing:
+        sides = by_value({rank: each.get(differing[0], "not there") for rank, each in enumerate(said)})
+        text = f"{differing[0]} is " + ", ".join(f"{what} on {ranks_text(ranks)}" for what, ranks in sides.items())
+    raise RanksDisagree(f"{wrong}: {text}. {fix}")
 
 
 def check_plan(module: nn.Module, groups: Groups, tensor: dist.ProcessGroup | None) -> None:
