@@ -53,10 +53,7 @@ class MissingName(RuntimeError):
 
 
 def _refuse(name: str) -> NoReturn:
-    raise MissingName(
-        f"torch {torch.__version__} has no {name}, a private name of torch that the engine needs here: use torch"
-        " 2.11 to 2.13, or put the name it has now into harness/private_torch.py"
-    )
+    raise MissingName(f"torch {torch.__version__} has no {name} (harness/private_torch.py): use torch 2.11 to 2.13")
 
 
 def _of(owner: Any, name: str, otherwise: Any = None) -> Any:

@@ -207,8 +207,7 @@ class MegatronModel(FSDPModule):
         """See `FSDPModule.finish_grad_sync`; `force_all_reduce` is not implemented."""
         if force_all_reduce:
             raise NotImplementedError(
-                "finish_grad_sync(force_all_reduce=True): what reduces gradients follows from the strategy; whole sums"
-                " on every rank are zero_dp_strategy='no_shard', or model.full_gradients()"
+                "force_all_reduce=True: use zero_dp_strategy='no_shard', or model.full_gradients()"
             )
         engine_of(self).gradients.finish()
 
@@ -236,10 +235,7 @@ class MegatronModel(FSDPModule):
     def start_param_sync(self, *_: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:
         """Nothing: each forward issues its own gathers. `force_sync` is not implemented."""
         if force_sync:
-            raise NotImplementedError(
-                "start_param_sync(force_sync=True) would leave the weights of all units whole on every rank: use `with"
-                " model.unsharded():` to read or edit them; a forward gathers what it needs"
-            )
+            raise NotImplementedError("force_sync=True: use `with model.unsharded():` to read or edit whole weights")
 
     def synchronize_param_gather(self) -> None:
         """Nothing: whoever uses weights waits for their gathers."""
@@ -269,16 +265,10 @@ class MegatronModel(FSDPModule):
         """
         engine, before = engine_of(self), engine_of(self).policy
         if engine.options.double_buffer:  # which nccl_ub turns on
-            raise NotImplementedError(
-                "a change of grad_comm_dtype with double_buffer or nccl_ub, whose buffers were made for one: leave both"
-                " off, or give grad_comm_dtype to fully_shard_model"
-            )
+            raise NotImplementedError("double_buffer and nccl_ub have buffers of one grad_comm_dtype: leave both off")
         engine.hooks.recover()
         if engine.step.state not in (StepState.IDLE, StepState.FINISHED):
-            raise StepError(
-                f"a change of grad_comm_dtype in the middle of a step ({engine.step.state.value}): change it after"
-                " zero_grad(), before the step's first backward"
-            )
+            raise StepError(f"a change of grad_comm_dtype, {engine.step.state.value}: change it after zero_grad()")
         engine.set_policy(_with_wire_of(mixed_precision_policy, before))
         try:
             yield
@@ -299,7 +289,6 @@ def _with_wire_of(given: MixedPrecisionPolicy, held: MixedPrecisionPolicy) -> Mi
     for name, value in vars(given).items():
         if value not in (getattr(usual, name), getattr(held, name)):
             raise NotImplementedError(
-                f"{name}={value} cannot take the place of {getattr(held, name)} in a sharded model, whose buffers have"
-                f" it: only grad_comm_dtype may change. Give {name} to fully_shard_model"
+                f"{name}={value} for {getattr(held, name)}: of a sharded model only grad_comm_dtype may change"
             )
     return replace(held, grad_comm_dtype=given.grad_comm_dtype)

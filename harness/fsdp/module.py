@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from harness.fsdp.build import Engine, engine_of
-from harness.fsdp.preconditions import UNITS
 from harness.fsdp.sharding import copied, register_forward_method
 from harness.fsdp.update import norms
 
@@ -71,10 +70,8 @@ class FSDPModule(nn.Module):
                 return READ_HERE[name](self)
             if name == IGNORED_BY_DDP and not engine_of(self).is_closed:
                 raise ValueError(
-                    "DistributedDataParallel around a model, or a part of one, that is sharded already: both would"
-                    " reduce its gradients, and training would be wrong. Leave it out, and use the sharded model as it"
-                    " is; where that is a part of a larger one, shard the outermost module, and name what is gathered"
-                    f" together in {UNITS}"
+                    "DistributedDataParallel around a model, or a part of one, that is sharded already would reduce its"
+                    " gradients twice. Leave it out; of a larger model, shard the outermost module"
                 ) from None
             raise
 
@@ -107,10 +104,8 @@ class FSDPModule(nn.Module):
             same_place = made.device.type == "cpu" == like.device.type  # `cpu:0` is `cpu`
             same = made.dtype is like.dtype and made.stride() == like.stride()
             if made is not like and not (same_place and same):
-                raise NotImplementedError(
-                    f"a sharded model cannot be cast or moved, and {name} is {held.dtype} on {held.device}: give the"
-                    " module its dtype before sharding, and its device then or by `device`"
-                )
+                where = f"{name} is {held.dtype} on {held.device}"
+                raise NotImplementedError(f"a sharded model cannot be cast or moved, and {where}: do so before")
         return self
 
     # -- microbatches ----------------------------------------------------------------------------------------------
@@ -167,16 +162,12 @@ class FSDPModule(nn.Module):
             largest: Any = nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type, error_if_nonfinite)
             return cast(Tensor, largest.full_tensor() if isinstance(largest, DTensor) else largest).double()
         if norm_type != 2.0:
-            raise ValueError(
-                f"norm_type={norm_type} is not built; 2 and inf are. Any other is computed by"
-                " torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm, norm_type)"
-            )
+            raise ValueError(f"norm_type={norm_type} is not built: use torch.nn.utils.clip_grad_norm_")
         norm = _gradient_norm(engine_of(self))
         if error_if_nonfinite and not math.isfinite(norm):
             raise RuntimeError(
-                f"the gradient's norm is {float(norm)}: nothing was clipped. zero_grad() forgets"
-                " the step; report_nan_in_param_grad=True names the tensor; error_if_nonfinite=False scales by it"
-                " anyway"
+                f"the gradient's norm is {float(norm)}: nothing was clipped. zero_grad() forgets the step;"
+                " report_nan_in_param_grad=True names the tensor"
             )
         norms.clip_gradients(engine_of(self).buckets, norm, float(max_norm))
         return norm

@@ -98,16 +98,15 @@ class Dtypes:
         if not holds(self.main, self.compute):
             valid = ", ".join(str(dtype) for dtype in FORMATS if holds(dtype, self.compute))
             raise ValueError(
-                f"main_params_dtype={self.main} cannot hold the module's {self.compute}: updates lose bits that the"
-                f" forward uses. Valid are {valid}, and None for {self.compute} itself; or cast the module"
+                f"main_params_dtype={self.main} cannot hold the module's {self.compute}. Valid are {valid}, and None"
             )
         if allow_low_precision_grads:
             return
         consent = "or allow_low_precision_grads=True to accept it"
         if self.grads.itemsize < 4:
             raise ValueError(
-                f"main_grads_dtype resolves to {self.grads}: gradients summed over microbatches in 16 bits lose small"
-                f" contributions. Set main_grads_dtype=torch.float32, {consent}"
+                f"main_grads_dtype resolves to {self.grads}, in which sums over microbatches lose small ones. Set"
+                f" main_grads_dtype=torch.float32, {consent}"
             )
         if self.accum.itemsize < 4 or not holds(self.accum, self.wire):
             wide = torch.promote_types(torch.float32, self.wire)

@@ -122,9 +122,10 @@ PARTS: dict[str, Callable[[Any], Any]] = {
     "is made by torch.jit.script or trace, which has no hooks that gather weights: shard the plain module, and compile"
     " with torch.compile": lambda part: isinstance(part, torch.jit.ScriptModule),
     "has max_norm={0.max_norm}: each forward scales the rows that this rank's data uses, so that ranks would have other"
-    " weights. Build it with max_norm=None, and scale what it gives; or all rows, between steps, inside `with"
-    " model.unsharded():`; of a frozen table once, before sharding, by torch.renorm(weight, {0.norm_type:g}, 0,"
-    " {0.max_norm:g})": lambda part: isinstance(part, TABLES) and part.max_norm is not None,
+    " weights. Build it with max_norm=None, and scale all rows, inside `with model.unsharded():`, or once before"
+    " sharding, by torch.renorm(weight, {0.norm_type:g}, 0, {0.max_norm:g})": (
+        lambda part: isinstance(part, TABLES) and part.max_norm is not None
+    ),
 }
 """Words that follow a part of the module that cannot be sharded, and how it is known."""
 PARAMS: dict[str, Callable[[Any], Any]] = {
@@ -143,9 +144,8 @@ PARAMS: dict[str, Callable[[Any], Any]] = {
 def refuse_copy(*_: Any) -> None:
     """Raise TypeError: instead of copy.deepcopy() and pickle; an attribute of every part of a sharded model."""
     raise TypeError(
-        "a part of a sharded model cannot be copied, and no sharded model can be pickled (torch.save(model)): hooks,"
-        " collectives and flat storage are one of a kind. Copy the sharded model itself, by copy.deepcopy(model) on all"
-        " ranks; save its state_dict() or full_weights()"
+        "a part of a sharded model cannot be copied, and no sharded model can be pickled (torch.save(model)): copy the"
+        " whole by copy.deepcopy(model) on all ranks; save its state_dict() or full_weights()"
     )
 
 
@@ -161,8 +161,7 @@ def _check_names(module: nn.Module, params: Sequence[tuple[str, nn.Parameter]]) 
         if paths.get(id(param), name) != name:
             raise ValueError(
                 f"{type(module).__name__}.named_parameters() calls {name} what lies at {paths[id(param)]}: shard the"
-                " module that it wraps, or one that holds it. Checkpointing of a whole model (checkpoint_wrapper) gains"
-                " nothing: wrap its blocks"
+                " module that it wraps, or one that holds it; of checkpoint_wrapper, wrap its blocks"
             )
 
 
@@ -172,8 +171,7 @@ def _check_free(module: nn.Module, kind: type[nn.Module]) -> None:
     both = sorted(name for name in own & {*vars(kind), *dir(kind)} - {*dir(nn.Module)} if not name.startswith("_"))
     if both:
         raise ValueError(
-            f"{type(module).__name__} and a sharded model both have {', '.join(both)}: the module's forward would call"
-            " the engine's. Give the module's another name, or shard a module that holds it"
+            f"{type(module).__name__} and a sharded model both have {', '.join(both)}: give the module's another name"
         )
 
 
@@ -186,9 +184,8 @@ def _check_apart(module: nn.Module, params: Sequence[tuple[str, nn.Parameter]]) 
             if begin < reached and (is_param or other_is_param):
                 one, parameter = (other, name) if is_param else (name, other)
                 raise ValueError(
-                    f"{one} shares memory with parameter {parameter} without being it, and would not follow an update"
-                    " of it any more. Tie them (b.weight = a.weight), use the parameter itself in the forward"
-                    " (self.weight.t(), self.weight[:n]), or make one a copy (clone())"
+                    f"{one} shares memory with parameter {parameter}, and would not follow its updates: tie them"
+                    " (b.weight = a.weight), take a view of the parameter in the forward, or a copy (clone())"
                 )
         furthest[is_param] = max(furthest[is_param], (end, name))
 
@@ -219,6 +216,6 @@ def _check_units(module: nn.Module, classes: Sequence[type[nn.Module]]) -> None:
         return
     there = sorted({type(part).__name__ for part in module.modules() if next(part.parameters(), None) is not None})
     raise ValueError(
-        f"{UNITS}, {[each.__name__ for each in classes]} matches no module of {type(module).__name__}, so that"
-        f" everything would be one unit; it has {', '.join(there)}. Name some of these, or give no list"
+        f"{UNITS}, {[each.__name__ for each in classes]} matches no module of {type(module).__name__}; it has"
+        f" {', '.join(there)}"
     )

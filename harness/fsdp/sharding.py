@@ -263,8 +263,7 @@ def engine_for(optimizer: torch.optim.Optimizer) -> Engine:
     if len(found) != 1 or None in found:
         raise ValueError(
             f"{type(optimizer).__name__} has parameters of {len(found - {None})} sharded models: build it over those of"
-            " what fully_shard_model returned, and keep that; or call fully_shard_optimizer(model, optimizer), once"
-            " with each model"
+            " one that is kept, or call fully_shard_optimizer(model, optimizer) with each"
         )
     engine: Engine = found.pop()
     return engine

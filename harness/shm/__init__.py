@@ -1,16 +1,10 @@
 """Collectives of ranks that share one host, through memory that all of them have mapped.
 
-Each rank of a group has one segment: a memfd, of mode 0600 and of a size that is sealed. Peers open it once, as
-`/proc/<pid>/fd/<n>`, when the group is made. This was chosen for three reasons:
-
-- A memfd has no name: it is gone with the last process that maps it, also after kill -9. A file in /dev/shm would have
-  to be unlinked, and containers limit /dev/shm to 64 MB, which memfds do not count against.
-- Opening it needs the same user (PTRACE_MODE_READ), but neither `process_vm_readv` nor `prctl(PR_SET_PTRACER)`: Yama
-  restricts attaching alone. Sockets that pass descriptors (SCM_RIGHTS) would need names and an order of connecting.
-- The segment has room for all memory of the host, without using any: pages are reserved (`posix_fallocate`) before a
-  block is handed out, so that no access ends in SIGBUS, and peers never map again.
-
-Where a system forbids any of it, all ranks of the group agree on gloo, and `shared` says why.
+Each rank of a group has one segment: a memfd, of mode 0600 and of a size that is sealed, gone with the last process
+that maps it, also after kill -9. Peers open it once, as `/proc/<pid>/fd/<n>`, when the group is made, which needs the
+same user (PTRACE_MODE_READ) and no permission to attach. It has room for all memory of the host, without using any:
+pages are reserved (`posix_fallocate`) before a block is handed out, so that no access ends in SIGBUS, and peers never
+map again. Where a system forbids any of it, all ranks of the group agree on gloo, and `shared` says why.
 
     import harness.shm
     harness.shm.register()

@@ -218,9 +218,8 @@ class Transport:
         wanted = sum([each.nbytes for each in expected])
         if (kind, length) != (transfer.kind, wanted):
             raise RuntimeError(
-                f"collective {transfer.number} of the group is a {KINDS[transfer.kind]} of {wanted:,} bytes from"
-                f" {self._named(peer)} here, and a {KINDS.get(kind, 'collective')} of {length:,} bytes there: ranks"
-                " issue different collectives"
+                f"ranks issue different collectives as number {transfer.number}: here {KINDS[transfer.kind]} of"
+                f" {wanted:,} bytes from {self._named(peer)}, there {KINDS.get(kind, 'another')} of {length:,} bytes"
             )
         memory = self._peers[peer].memory
         for place, each in zip(places, expected, strict=True):

@@ -1,10 +1,9 @@
 """Agreement of ranks that no collective joins any more, through the store of their process group.
 
-One process keeps the store of perhaps thousands of ranks. While nothing is late, a rank has one request there: a wait,
-by a connection of its own, for a key that is set when a rank asks for positions. The first rank with a reason calls the
-roll. Each rank answers with its position and waits for the verdict of the one that asked: a message that all raise, or
-none. A FileStore has no server: there torch's wait would read the file a hundred times a second, so the size of the
-file is looked at instead.
+While nothing is late, a rank has one request there: a wait, by a connection of its own, for a key that is set when a
+rank asks for positions. The first rank with a reason calls the roll. Each rank answers with its position and waits for
+the verdict of the one that asked: a message that all raise, or none. Of a FileStore, whose file torch's wait would read
+a hundred times a second, the size of the file is looked at instead.
 """
 
 from __future__ import annotations

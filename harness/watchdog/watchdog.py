@@ -1,16 +1,14 @@
 """Turning a hang, or ranks that issue different collectives, into one error on every rank.
 
 One thread looks at this rank's waits a few times a second and asks no store. If a wait is over the limit, or the
-backend has failed one, it calls a roll of all ranks (`harness.watchdog.store`). A second thread answers it, also while
-the program computes. One rank makes one message of all positions, and each rank reads it before the groups are aborted.
-Then waits fail, here and through closed connections on other ranks; `explain` replaces their error by CollectiveError
-with that message. A rank that waits for nothing raises it at its next collective.
+backend has failed one, it calls a roll of all ranks (`harness.watchdog.store`); and once a wait after SUSPECT_S, when
+ranks may wait for each other, [Note: Mutual waits]. A second thread answers it, also while the program computes. One
+rank makes one message of all positions, and each rank reads it before the groups are aborted. Then waits fail, here and
+through closed connections on other ranks; `explain` replaces their error by CollectiveError with that message. A rank
+that waits for nothing raises it at its next collective.
 
-A roll is called for one more reason, once a wait. After SUSPECT_S ranks may wait for each other, [Note: Mutual waits].
-If they do not, the wait goes on: a rank that evaluates alone is no fault.
-
-The store lives in some process, often rank 0, which may be the one that has stopped. So a third thread asks. If it
-comes to nothing within PATIENCE_S, the rank raises what it knows alone.
+The store lives in some process, which may be the one that has stopped. So a third thread asks. If it comes to nothing
+within PATIENCE_S, the rank raises what it knows alone.
 """
 
 from __future__ import annotations

@@ -4,11 +4,9 @@ On CUDA, collectives are issued on side streams and ordered against compute by e
 every operation here is a no-op, and overlap comes from the backend's own threads. A third kind of device is for tests:
 it computes on the host, and `tests/streams` keeps a record of what its streams would have had to wait for.
 
-glibc gives blocks above a threshold back to the system when they are freed, and the free end of its heap as soon as
-that is twice as long. Gradients that autograd makes, and gathered weights, are such blocks: a step that frees and takes
-them again faults in each of their pages anew, which is a tenth of a step's time where units have a few megabytes. The
-thresholds follow the largest block of up to 32 MiB that was ever freed; so the engine frees one that it has not
-touched. At most 62 MiB of free memory stay with the process.
+glibc gives freed blocks above a threshold back to the system, and a step that takes them again faults in each of their
+pages anew: a tenth of its time where units have a few megabytes. The threshold follows the largest block of up to
+32 MiB that was ever freed; so the engine frees one that it has not touched. At most 62 MiB stay with the process.
 """
 
 from __future__ import annotations

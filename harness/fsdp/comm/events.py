@@ -1,9 +1,8 @@
 """Names for collectives in flight, so that a meter outside the engine can say which bucket its bytes belong to.
 
 The engine announces each logical collective (a reduce-scatter may be many sends underneath); whoever counts reads the
-label of the calling thread. In the same way it announces where the thread that computes stands still for a collective:
-on a CPU that time is exposed communication, and what lasts too long is a hang for whoever watches. Nothing here counts,
-and no collective depends on a label.
+label of the calling thread. It also announces where the host stands still for a collective: exposed communication, or
+a hang for whoever watches. Nothing here counts, and no collective depends on a label.
 """
 
 from __future__ import annotations

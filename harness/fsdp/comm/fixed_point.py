@@ -47,10 +47,9 @@ class FixedPoint:
     def __post_init__(self) -> None:
         OPTIONS["exact_bits"].read(self.bits)
         if not 1 <= self.terms < 1 << RANGE_BITS - self.bits:
-            most = (1 << RANGE_BITS - self.bits) - 1
             raise ValueError(
-                f"exact_terms={self.terms} with exact_bits={self.bits} leaves no room for a gradient of 1;"
-                f" exact_terms is 1 to {most}, or lower exact_bits"
+                f"exact_terms={self.terms} leaves no room for a gradient of 1: it is 1 to"
+                f" {(1 << RANGE_BITS - self.bits) - 1} with exact_bits={self.bits}"
             )
 
     @classmethod
@@ -61,8 +60,7 @@ class FixedPoint:
         return OverflowError(
             f"gradients beyond what numerics=exact can hold, or not finite, in {count} blocks over all ranks: with"
             f" exact_bits={self.bits} and exact_terms={self.terms} an element of one microbatch must stay below"
-            f" {self.limit:g}. No weight was changed; lower exact_bits (each bit doubles the range), or find out why"
-            " gradients are that large (report_nan_in_param_grad=True names the tensor of one that is not finite)"
+            f" {self.limit:g}. No weight was changed; lower exact_bits, or see report_nan_in_param_grad=True"
         )
 
     @staticmethod
@@ -132,8 +130,7 @@ def norm_from_counters(counters: Tensor) -> float:
         return math.nan
     if large:
         raise OverflowError(
-            f"{large} gradient elements exceed 2^26, beyond what the order-free norm of numerics=ordered can hold;"
-            " use numerics=fast or find out why gradients are that large"
+            f"{large} gradient elements exceed 2^26, which a norm in any order holds; use numerics=fast"
         )
     total = sum(limb << (_LIMB * place) for place, limb in enumerate(reversed(limbs)))
     return math.sqrt(total / 2**_UNIT)

@@ -1,10 +1,9 @@
 """Reduce gradients under a dtype policy, on any backend.
 
-A reduction turns the unreduced gradients of a bucket into this rank's share of their sum. It is one object with four
-verbs: *encode* (gradient to wire), *exchange* (issue the traffic), *fold* (wire into the sums, made in the accumulate
-dtype) and *finish* (sums to main gradients, scaled once). What a gradient is on the way (a floating-point number or an
-integer) is said by `Floating` and `Integers`, which also *absorb* microbatches that are added up before any traffic;
-the pipelines never ask.
+A reduction turns the unreduced gradients of a bucket into this rank's share of their sum, by four verbs: *encode*
+(gradient to wire), *exchange* (issue the traffic), *fold* (wire into the sums, made in the accumulate dtype) and
+*finish* (sums to main gradients, scaled once). What a gradient is on the way, a floating-point number or an integer, is
+said by `Floating` and `Integers`, which also *absorb* microbatches that are added up before any traffic.
 
 Where a backend would sum in the wire dtype, or in an order of its own, contributions are sent to the rank that owns
 them (all-to-all) and summed there in rank order. On gloo this is always so: its reduce-scatter is an all-reduce inside

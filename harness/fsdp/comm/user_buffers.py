@@ -5,8 +5,8 @@ with every communicator that moves them, the outer one last. From then on torch 
 itself: a symmetric registration is a meeting of all ranks, so buffers must come in one order on all of them, which
 fixed buffers do. What lies in the pool stays there after `close`.
 
-A registration that fails on one rank while others use theirs is a hang at best. After each communicator the ranks agree
-over all of them: if any failed, every rank raises. Where there is nothing to register with, facts give the reason.
+After each communicator the ranks agree over all of them: if any failed, every rank raises. Where there is nothing to
+register with, facts give the reason.
 """
 
 from __future__ import annotations

@@ -83,8 +83,7 @@ def check_equal(replicas: Sequence[Replica], comm: Communicator, when: str) -> N
     raise ReplicaDrift(
         f"replicas differ {when}: {name} of bucket {replica.name} has other bits on"
         f" {ranks_text(sorted(rank for side in sides[1:] for rank in side))} than on {ranks_text(sides[0])}. Something"
-        " changed weights on some ranks only: an edit outside the optimizer, another learning rate, or arithmetic that"
-        " is not the same there"
+        " changed weights on some ranks only: an edit, another learning rate, or other arithmetic"
     )
 
 
@@ -169,18 +168,16 @@ def check_plan(module: nn.Module, groups: Groups, tensor: dist.ProcessGroup | No
         is_term = getattr(param, "sequence_parallel", False) and not isinstance(param, DTensor)
         if tensor is not None and tensor.size() > 1 and is_term:
             raise UnknownPlan(
-                f"parameter {name} has sequence_parallel=True: each tensor-parallel rank makes a term of its gradient,"
-                " and nobody adds up those of a plain tensor. Cut the module by torch's SequenceParallel(), whose"
-                " parameters are DTensors; or take the mark away where every rank sees all positions"
+                f"parameter {name} has sequence_parallel=True, and nobody adds up the gradients of a plain tensor: cut"
+                " by torch's SequenceParallel(), or take the mark away where every rank sees all positions"
             )
     ranks = set() if tensor is None else set(dist.get_process_group_ranks(tensor))
     for axis, group in (("dp_shard_dim", groups.inner or dist.group.WORLD), ("dp_outer_dim", groups.outer)):
         both = set() if group is None else ranks & set(dist.get_process_group_ranks(group))
         if len(both) > 1:
             raise UnknownPlan(
-                f"ranks {sorted(both)} are on the tensor-parallel axis and on the sharding one ({axis}) at once: make a"
-                " mesh of both, init_device_mesh(device, (dp, tp), mesh_dim_names=('dp', 'tp')), cut over mesh['tp'],"
-                " and give device_mesh=mesh, dp_shard_dim='dp', tp_dim='tp'"
+                f"ranks {sorted(both)} are on the tensor-parallel axis and on the sharding one ({axis}) at once: give"
+                " device_mesh=mesh, dp_shard_dim='dp', tp_dim='tp' of one mesh, cut over mesh['tp']"
             )
 
 
