@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -33,7 +32,7 @@ from harness.fsdp.runtime.hooks import Hooks, abandon
 from harness.fsdp.runtime.materialize import leave_meta, reset_by_module, values_of_first_rank
 from harness.fsdp.runtime.reduce import ReducePipeline
 from harness.fsdp.runtime.step import Step
-from harness.fsdp.runtime.units import Members, Unit, UnitPlan, buckets_of, build_units, is_expert, plan_units
+from harness.fsdp.runtime.units import Members, Unit, buckets_of, build_units, is_expert, plan_units
 from harness.fsdp.runtime.weak_hooks import WeakHook
 from harness.fsdp.runtime.weights import Weights
 from harness.fsdp.state import StateAccess
@@ -143,9 +142,7 @@ class Engine:
         if not context.makes_values:
             check_copies(module, meshes.tensor)
             initial = values_of_first_rank(module, meshes)
-        plans = plan_units(module, context.unit_classes)
-        if context.policy.param_dtype is not None:
-            _compute_in(context.policy.param_dtype, plans)
+        plans = plan_units(module, context.unit_classes, context.policy.param_dtype)
 
         def make_group(name: str, key: GroupKey, members: Members) -> ParamGroup:
             mesh, dtypes = meshes.of(expert=key.expert), key.resolve(context.policy)
@@ -305,16 +302,6 @@ def _check_same_request(module: nn.Module, context: BuildContext, meshes: Meshes
         "ranks shard modules that are not alike, or with other arguments",
         "All ranks must build the same module, with the same requires_grad, before it is sharded in one way",
     )
-
-
-def _compute_in(dtype: torch.dtype, plans: Sequence[UnitPlan]) -> None:
-    """Let weights be computed with in another dtype than the module's; those kept in 8 bits stay."""
-    for plan in plans:
-        before, plan.buckets = plan.buckets, {}
-        for key, members in before.items():
-            if not key.fp8 and key.dtype != dtype:
-                key = replace(key, dtype=dtype, stored=None if key.trainable else key.dtype)
-            plan.buckets.setdefault(key, []).extend(members)
 
 
 def _cast_inputs(dtype: torch.dtype, _: nn.Module, args: Any, kwargs: Any) -> Any:

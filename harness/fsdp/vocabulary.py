@@ -41,10 +41,6 @@ class Choice(Word):
 class Numbered(Choice):
     """A choice that is also written as its place in the list, counted from 0, as ZeRO stages are."""
 
-    @property
-    def number(self) -> int:
-        return list(type(self)).index(self)
-
     @classmethod
     def parse(cls, value: Any, argument: str) -> Self:
         """As `Choice.parse`, and by its number."""
@@ -53,7 +49,7 @@ class Numbered(Choice):
         try:
             return super().parse(value, argument)
         except ValueError:
-            valid = ", ".join(f"{member.number} or '{member.name}'" for member in cls)
+            valid = ", ".join(f"{number} or '{name}'" for number, name in enumerate(cls.__members__))
             raise ValueError(f"{argument}={value!r} names no strategy; valid are {valid}") from None
 
 

@@ -11,9 +11,10 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from harness.fsdp.runtime.readiness import Readiness
@@ -98,8 +99,13 @@ def build_units(
     return units
 
 
-def plan_units(module: nn.Module, unit_classes: Sequence[type[nn.Module]]) -> list[UnitPlan]:
-    """Assign every parameter to a unit: the root, then units in definition order, without empty ones."""
+def plan_units(
+    module: nn.Module, unit_classes: Sequence[type[nn.Module]], compute: torch.dtype | None = None
+) -> list[UnitPlan]:
+    """Assign every parameter to a unit: the root, then units in definition order, without empty ones.
+
+    compute: dtype of weights that are not kept in 8 bits; None: the module's.
+    """
     plans, classes = {id(module): UnitPlan(ROOT, module)}, tuple(unit_classes)
     homes: dict[nn.Parameter, tuple[str, set[int]]] = {}
     seen: set[tuple[int, int]] = set()
@@ -120,5 +126,7 @@ def plan_units(module: nn.Module, unit_classes: Sequence[type[nn.Module]]) -> li
     for param, (name, units) in homes.items():
         home = next(iter(units)) if len(units) == 1 else id(module)
         key = GroupKey(param.dtype, param.requires_grad, is_expert(param), is_marked(param))
+        if compute is not None and not key.fp8 and key.dtype != compute:
+            key = replace(key, dtype=compute, stored=None if key.trainable else key.dtype)
         plans[home].buckets.setdefault(key, []).append((name, param))
     return [plan for plan in plans.values() if plan.name == ROOT or plan.buckets]
