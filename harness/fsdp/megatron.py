@@ -212,10 +212,9 @@ class MegatronModel(FSDPModule):
         engine_of(self).gradients.finish()
 
     def start_grad_sync(self, *_: Any) -> None:
-        """Nothing: a backward issues its own reductions, unit by unit, and `finish_grad_sync` waits for them."""
+        """Nothing: backwards and forwards issue their own collectives, and whoever uses their results waits."""
 
-    def synchronize_gradient_reduce(self) -> None:
-        """Nothing: `finish_grad_sync` waits for the reductions that backwards have issued, and scales the sums."""
+    synchronize_gradient_reduce = synchronize_param_gather = start_grad_sync
 
     attach_grad_to_optimizer_state = FSDPModule.finish_grad_sync
     """Finish the gradients, which parameters show as `.grad`."""
@@ -236,9 +235,6 @@ class MegatronModel(FSDPModule):
         """Nothing: each forward issues its own gathers. `force_sync` is not implemented."""
         if force_sync:
             raise NotImplementedError("force_sync=True: use `with model.unsharded():` to read or edit whole weights")
-
-    def synchronize_param_gather(self) -> None:
-        """Nothing: whoever uses weights waits for their gathers."""
 
     def broadcast_params(self) -> None:
         """Set weights that several ranks hold to the first rank's values, including its edits, from the next forward.

@@ -23,12 +23,6 @@ from harness.fsdp.update import norms
 
 IGNORED_BY_DDP = "_ddp_params_and_buffers_to_ignore"
 """Attribute that DistributedDataParallel, which would reduce gradients too, reads of the module it is given."""
-READ_HERE: dict[str, Callable[[Any], Any]] = {
-    "engine": lambda model: engine_of(model),
-    "module": lambda model: model,  # for one version
-    "_is_accelerate_prepared": lambda model: not engine_of(model).is_closed,  # so accelerate adds no DDP
-}
-"""Attributes that give way to ones of the module's own."""
 
 
 @contextmanager
@@ -66,9 +60,12 @@ class FSDPModule(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name in READ_HERE:
-                return READ_HERE[name](self)
-            if name == IGNORED_BY_DDP and not engine_of(self).is_closed:
+            engine = engine_of(self)
+            # `module` for one version; the last so that accelerate adds no DDP
+            here = {"engine": engine, "module": self, "_is_accelerate_prepared": not engine.is_closed}
+            if name in here:
+                return here[name]
+            if name == IGNORED_BY_DDP and not engine.is_closed:
                 raise ValueError(
                     "DistributedDataParallel around a model, or a part of one, that is sharded already would reduce its"
                     " gradients twice. Leave it out; of a larger model, shard the outermost module"

@@ -28,7 +28,7 @@ _MAIN = threading.main_thread().ident
 @dataclass
 class Wait:
     """group: aborted too, where it is none of the watchdog's. reached: event behind a wait on a device. number: place
-    of the collective, 0 if unknown. is_suspected: other ranks have been asked about it."""
+    of the collective, 0 if unknown."""
 
     labels: tuple[Hashable, ...]
     since: float
@@ -36,7 +36,6 @@ class Wait:
     reached: Any = None
     number: int = 0
     is_main: bool = False
-    is_suspected: bool = False
 
 
 class FlightRecorder:

@@ -126,6 +126,7 @@ class Watchdog:
         self._message: str | None = None
         self._silence = SILENCE
         self._is_closed = self._is_answering = False
+        self._judged_at = 0.0  # when ranks were asked last
         self._wake, self._concluded = threading.Event(), threading.Event()
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
@@ -236,9 +237,7 @@ class Watchdog:
     def _listen(self) -> None:
         with suppress(Exception):  # the store is gone: the run is over, or a wait will fail and say why
             while not self._is_closed and self._rolls.wait():
-                self._is_answering = True
-                for wait in self.waits.all():  # of which no rank need ask again
-                    wait.is_suspected |= time.monotonic() - wait.since > SUSPECT_S
+                self._is_answering, self._judged_at = True, time.monotonic()
                 if message := self._rolls.answer(self.position()):
                     return self._conclude(message)
                 self._is_answering = False
@@ -253,9 +252,8 @@ class Watchdog:
 
     def _may_be_stuck(self) -> bool:
         # Later than a wait counts, so that ranks which began about now need not ask again.
-        limit = time.monotonic() - 1.2 * SUSPECT_S
-        asks = (wait.is_main and not wait.is_suspected and wait.since < limit for wait in self.waits.all())
-        return self._suspects and any(asks)
+        judged, limit = self._judged_at - SUSPECT_S, time.monotonic() - 1.2 * SUSPECT_S
+        return self._suspects and any(wait.is_main and judged <= wait.since < limit for wait in self.waits.all())
 
     def position(self) -> Position:
         *_, wait = [None, *(self.waits.late(self.timeout_s) or self.waits.all())]
