@@ -46,7 +46,7 @@ from harness.fsdp.storage.parameter_access import Whereabouts, slots_of
 from harness.fsdp.storage.placement import Placements
 from harness.fsdp.tensor_parallel import axis_of
 from harness.fsdp.update.local_step import LocalStep
-from harness.fsdp.vocabulary import OuterStrategy, Strategy
+from harness.fsdp.vocabulary import Numerics, OuterStrategy, Strategy
 from harness.private_torch import tree_map
 
 ENGINE = "_fsdp"
@@ -130,9 +130,9 @@ class Engine:
         )
         # a step's summed gradients are divided by it
         self.divisor = float(dense.everyone.size if context.grad_divisor is None else context.grad_divisor)
-        fixed = FixedPoint.asked_for(options)
-        # how gradients are sent under numerics=exact; else None
-        self.integers = None if fixed is None else Integers(fixed, self.divisor, device)
+        self.integers: Integers | None = None  # how gradients are sent under numerics=exact
+        if options.numerics is Numerics.exact:
+            self.integers = Integers(FixedPoint(options.exact_bits, options.exact_terms), self.divisor, device)
 
     def _units(self, module: nn.Module, context: BuildContext) -> list[Unit]:
         options, meshes, initial = context.options, self.meshes, context.initial_value

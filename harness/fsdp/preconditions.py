@@ -67,21 +67,16 @@ def groups_of(
     if everyone is not None and (mesh is None or outer is None):
         raise ValueError("hybrid_fsdp_group was given without device_mesh or dp_outer_dim; give all, or none")
     if mesh is None:
-        for argument, name in (("dp_shard_dim", inner), ("dp_outer_dim", outer), ("tp_dim", tensor)):
-            if name is not None:
-                raise ValueError(f"{argument}={name!r} names a mesh dimension, but device_mesh is None")
+        if (inner, outer, tensor) != (None, None, None):
+            raise ValueError(
+                f"dp_shard_dim={inner!r}, dp_outer_dim={outer!r}, tp_dim={tensor!r}, but device_mesh is None"
+            )
         return Groups(gather=gather)
-    shard = mesh.get_group(inner)
+    outside = None if outer is None else mesh.get_group(outer)
+    if outer is not None and everyone is None:
+        everyone = _all_ranks_of(mesh[cast("tuple[str, ...]", (outer, inner))])
     tensors = None if tensor is None else mesh.get_group(tensor)
-    if outer is None:
-        return Groups(shard, gather=gather, tensor=tensors)
-    return Groups(
-        shard,
-        mesh.get_group(outer),
-        everyone or _all_ranks_of(mesh[cast("tuple[str, ...]", (outer, inner))]),
-        gather,
-        tensors,
-    )
+    return Groups(mesh.get_group(inner), outside, everyone, gather, tensors)
 
 
 def _all_ranks_of(mesh: DeviceMesh) -> dist.ProcessGroup:

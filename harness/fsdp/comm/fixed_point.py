@@ -23,7 +23,6 @@ from torch import Tensor
 
 from harness.fsdp.comm.device import is_queued
 from harness.fsdp.options import OPTIONS, Options
-from harness.fsdp.vocabulary import Numerics
 
 RANGE_BITS = 62  # one less than an int64 has: a sum of numbers within the limit cannot wrap
 _BLOCK = 1 << 16  # elements converted at a time: they stay in cache
@@ -51,10 +50,6 @@ class FixedPoint:
                 f"exact_terms={self.terms} leaves no room for a gradient of 1: it is 1 to"
                 f" {(1 << RANGE_BITS - self.bits) - 1} with exact_bits={self.bits}"
             )
-
-    @classmethod
-    def asked_for(cls, options: Options) -> FixedPoint | None:
-        return cls(options.exact_bits, options.exact_terms) if options.numerics is Numerics.exact else None
 
     def overflow(self, count: int) -> OverflowError:
         return OverflowError(
