@@ -172,9 +172,12 @@ test_a_heap_with_a_mistake_is_found = each_found_by(
         shm.segment._give_back: begin + length => begin + ALIGN
     for others too: Other users of the host may read a segment
         shm.segment.Segment.__init__: 0o600 => 0o644
+    any file: A descriptor that is another file's by now is mapped
+        shm.segment.Peer.__init__: (found.st_size, found.st_ino) != (size, inode) => found.st_size != size
     grows: A segment's size may change while peers have mapped it
         shm.segment.Segment.__init__: | fcntl.F_SEAL_GROW =>
     """,
     test_blocks_never_overlap_and_are_used_again,
     test_a_segment_is_ones_own_and_keeps_its_size,
+    test_another_file_is_not_mapped,
 )

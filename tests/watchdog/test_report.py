@@ -44,6 +44,8 @@ test_a_wrong_judgement_is_found = each_found_by(
         watchdog.report.all_stuck: and bool(first_difference(positions)) => and True
     names alone: Ranks that began different collectives before, which gloo pairs by their order, wait until the limit
         watchdog.report.first_difference: sorted(set().union(*histories.values())) => sorted(histories[0])[-1:]
+    three sides: Ranks that began two different collectives are taken for alike
+        watchdog.report.first_difference: len(set(names.values())) > 1 => len(set(names.values())) > 2
     who computes is asked, too: A rank that is late is taken for one that waits
         watchdog.report.all_stuck: all(each.is_blocked => any(each.is_blocked
     advice to the gone: Ranks are told to run the same where one of them has ended
