@@ -257,18 +257,13 @@ class Engine:
         return dense.inner.facts() | outer
 
     def counters(self) -> dict[str, int]:
-        """Counters of this rank since the model was built or `memory.reset_peak` was called, by name:
-
-        transient_peak_bytes: most bytes of temporary buckets (gathered weights, unreduced gradients) alive at once.
-        """
+        """transient_peak_bytes: most bytes of temporary buckets (gathered weights, unreduced gradients) alive at once,
+        since the model was built or `memory.reset_peak` was called."""
         return {"transient_peak_bytes": self.memory.peak_bytes}
 
     def close(self) -> None:
-        """Remove hooks and end threads, once reductions in flight have ended.
-        The module keeps the weights that it holds now.
-
-        After an alarm of the watchdog none ends any more, and none is waited for.
-        """
+        """Remove hooks and end threads, once reductions in flight have ended; after an alarm of the watchdog none is
+        waited for. The module keeps the weights that it holds now."""
         try:
             if self.watchdog is None or not self.watchdog.is_over:
                 self.reduce.drain()

@@ -1,9 +1,8 @@
 """The mix-in on the class of a sharded module.
 
 A sharded module has a class that inherits `FSDPModule` and the module's own class, as under torch's FSDP2. Names of
-parameters, buffers and submodules, attributes, hooks and `isinstance` are the module's as before. All that the engine
-keeps is one entry of the module's `__dict__`, which `model.engine` gives where the module has no `engine` of its own:
-its buckets, options, policy and costs are read there.
+parameters, buffers and submodules, attributes, hooks and `isinstance` are the module's as before. The engine is one
+entry of the module's `__dict__`, which `model.engine` gives where the module has no `engine` of its own.
 """
 
 from __future__ import annotations

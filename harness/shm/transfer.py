@@ -5,10 +5,9 @@ rank *offers* its part in one message to each peer: number, kind, bytes and wher
 when it has read. What lies in memory of `allocate` is offered in place, and its sender waits for acknowledgements; all
 else is copied to a block of the segment first, which stays as long as it is not acknowledged.
 
-Nothing runs in the background. Whoever waits, for whichever collective, also completes others that peers have offered:
-so no rank waits for one that waits for it, if all issue the same collectives. A waiting rank looks again and again,
-with pauses of an eighth of the time it has waited, at most a millisecond. In longer waits it completes what came in
-other groups of this process, too: where ranks differ, each then waits for what another has not issued.
+Nothing runs in the background. Whoever waits, for whichever collective, also completes others that peers have offered,
+in longer waits those of other groups too: so no rank waits for one that waits for it, if all issue the same. A waiting
+rank looks again and again, with pauses of an eighth of the time it has waited, at most a millisecond.
 """
 
 from __future__ import annotations

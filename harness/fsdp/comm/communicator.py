@@ -27,10 +27,7 @@ from harness.shm import ShmGroup, shared
 
 
 class Cut:
-    """Where the chunks of a flat tensor lie, one for each rank.
-
-    Every collective of a step asks what holds of all chunks, and there may be thousands: it is found once, as whoever
-    cuts the same tensor again keeps its cut.
+    """Where the chunks of a flat tensor lie, one for each rank; what holds of all of them is found once.
 
     spans: of each rank's chunk, begin and end (elements). covers: begin and end of all chunks together; None where they
     do not lie one after another.
@@ -93,9 +90,7 @@ class Evened:
     """A part as one tensor of equal chunks: a view, or, where chunks lie apart or the last ones are shorter, memory of
     its own to be copied into or from.
 
-    NCCL's collectives move equal chunks that lie one after another. torch makes those of others of
-    one call a rank, or of one copy a rank, which takes hundreds of them where there are hundreds of ranks. One copy
-    costs less.
+    NCCL moves equal chunks that lie one after another; of others torch would make one call or copy a rank.
     """
 
     def __init__(self, part: Part) -> None:
