@@ -246,7 +246,7 @@ def reads_without_being_told() -> Iterator[None]:
 
     def hasty(self: Shared, transfer: Transfer) -> None:
         for peer in transfer.missing:
-            key = peer, transfer.kind, sum(each.nbytes for each in transfer.sources[peer])
+            key = peer, transfer.kind, sum(each.nbytes for each in transfer.like[peer])
             offer = self._offers.setdefault((transfer.number, peer), known.get(key, []))
             if offer:
                 known[key] = offer
