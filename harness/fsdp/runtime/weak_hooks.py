@@ -79,7 +79,8 @@ class ProgramHook:
         if not self.step.in_backward:
             self.hook(param)
             return
-        own, before = type(param), None
+        own = type(param)
+        before: Tensor | None = None
         with without_torch_function():
             edits, shown = edits_of(param), grad_of(param)
             if shown is not None and self.sums_elsewhere():
