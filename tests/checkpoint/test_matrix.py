@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,28 +27,23 @@ from tests.support.layouts import (
 )
 from tests.support.spawn import run_ranks
 
-
-@pytest.mark.parametrize("count", [6, pytest.param(40, marks=pytest.mark.full)])
-def test_any_layout_takes_what_any_other_wrote(count: int, tmp_path: Path) -> None:
-    _draw_and_run(tmp_path, count, LAYOUTS)
+FULL = pytest.mark.full
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("family", TP_LAYOUTS)
-def test_any_layout_of_tp_shards_takes_what_any_other_wrote(family: str, tmp_path: Path) -> None:
-    """Under tensor parallelism, in fp64 and under each FP8 recipe."""
-    _draw_and_run(tmp_path, 6, TP_LAYOUTS[family])
-
-
-def _draw_and_run(folder: Path, count: int, layouts: Sequence[Layout]) -> None:
-    seed = random.SystemRandom().randrange(1 << 30)
+@pytest.mark.parametrize(
+    ("family", "count"),
+    [("", 6), pytest.param("", 40, marks=FULL), *(pytest.param(family, 6, marks=FULL) for family in TP_LAYOUTS)],
+)
+def test_any_layout_takes_what_any_other_wrote(family: str, count: int, tmp_path: Path) -> None:
+    """Also under tensor parallelism, in fp64 and under each FP8 recipe."""
+    seed, layouts = random.SystemRandom().randrange(1 << 30), TP_LAYOUTS.get(family, LAYOUTS)
     pairs = draw(count, seed, layouts)
-    cells = run_cells(folder, pairs, layouts[0])
+    cells = run_cells(tmp_path, pairs, layouts[0])
     assert len(cells) == len(pairs)
     wrong = [
         f"{cell.source} -> {cell.target}: {cell.next_step:.1e} {cell.problems[:3]}" for cell in cells if not cell.holds
     ]
-    wrong += [f"{layout}: {told[:3]}" for layout, _ in pairs if (told := written_right(folder, layout))]
+    wrong += [f"{layout}: {told[:3]}" for layout, _ in pairs if (told := written_right(tmp_path, layout))]
     assert not wrong, f"draw({count}, {seed}) of {layouts[0]}: " + "\n".join(wrong)
 
 

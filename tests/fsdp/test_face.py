@@ -115,16 +115,13 @@ def test_every_exception_of_the_engine_is_of_the_face() -> None:
     found = {}
     for path in sorted((ROOT / "harness/fsdp").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ClassDef) and any(ends(ast.unparse(base)) for base in node.bases):
+            bases = [ast.unparse(base) for base in node.bases] if isinstance(node, ast.ClassDef) else []
+            if any(base.endswith(("Error", "Exception")) for base in bases):
                 found[node.name] = path.relative_to(ROOT).as_posix()
     assert {"StepError", "ReplicaDrift", "RanksDisagree"} <= set(found)
     public = {name for name in found if not name.startswith("_")}
     assert public <= set(harness.fsdp.__all__), {name: found[name] for name in public - set(harness.fsdp.__all__)}
     assert all(issubclass(getattr(harness.fsdp, name), Exception) for name in public)
-
-
-def ends(base: str) -> bool:
-    return base.endswith(("Error", "Exception"))
 
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

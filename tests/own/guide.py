@@ -26,7 +26,7 @@ def written(folder: Path) -> Path:
 
 def typed(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """A command of Python's in a folder, with this repository in its path."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     return subprocess.run(
         [sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=800, check=False
     )

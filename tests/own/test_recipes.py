@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,13 +16,9 @@ RANKS = 2
 def printed(folder: Path, name: str) -> dict[str, list[float]]:
     """What each rank printed of a file of the guide: words and numbers."""
     (folder / name).write_text(FILES[name], encoding="utf-8")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
+    command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
     command += ["--log-dir=logs", "--redirects=1"]  # a file for each rank: in one, their lines run into each other
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, name], cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
+    done = typed(folder, *command, name)
     assert done.returncode == 0, done.stdout + done.stderr
     told: dict[str, list[float]] = {}
     for log in folder.glob("logs/*/attempt_0/*/stdout.log"):
