@@ -184,8 +184,9 @@ def _checkpoint(named: str, root: str) -> str:
         return path
     try:
         return str(Store(root).find(named).path)
-    except StoreError:  # the rules of checkpoints say what is missing
-        return path
+    except StoreError as error:
+        fix = "ckpt.load=runs/STUDY/RUN, its ckpt folder, a step-* folder in it, digits of its signature, or @last"
+        raise refuse(f"ckpt.load={path}", "holds no checkpoint", fix=fix) from error
 
 
 def _anchored(key: str, path: str, fix: str) -> str:

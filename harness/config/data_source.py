@@ -1,4 +1,4 @@
-"""Sizes, counts and a sample of token ids of a data source, without reading it.
+"""Sizes and counts of a data source, without reading it.
 
 Runs before any rank starts, without torch. Every fault is a ValueError that names the value, the setting and
 the fix.
@@ -17,24 +17,10 @@ from harness.store.screen import counted
 
 TOKEN_BYTES = {TokenDtype.uint16: 2, TokenDtype.uint32: 4}
 
-LARGEST_BYTE = 255
-
 NOT_EVERYWHERE = frozenset(
     """site-packages dist-packages lib-dynload __pycache__ test tests idle_test idlelib tkinter turtledemo turtle.py
     lib2to3 distutils ensurepip sitecustomize.py usercustomize.py""".split()  # noqa: SIM905 - reads better than 16 lines
 )
-
-SAMPLE_WINDOWS = 16
-SAMPLE_TOKENS = 4096
-
-
-@dataclass(frozen=True)
-class SourceFacts:
-    num_tokens: int
-    num_sequences: int
-    """Sequences of seq_len + 1 tokens; neighbours share one."""
-    max_token: int | None
-    """Largest token id: possible (bytes) or sampled (token files); None: follows the vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -47,23 +33,21 @@ class Piece:
     token_bytes: int
 
 
-def inspect(data: DataConfig) -> SourceFacts:
-    """Raises `ValueError`: the source is missing, unreadable, empty, shorter than one sequence, or not of whole
-    tokens."""
+def count_sequences(data: DataConfig) -> int:
+    """Sequences of seq_len + 1 tokens, of which neighbours share one.
+
+    Raises `ValueError`: the source is missing, unreadable, empty, shorter than one sequence, or not of whole tokens.
+    """
     if data.kind is DataKind.synthetic:
-        if data.num_sequences < 1:
-            raise ValueError(f"data.num_sequences={data.num_sequences}: synthetic data needs at least 1 sequence")
-        return SourceFacts(data.num_sequences * (data.seq_len + 1), data.num_sequences, None)
-    found = pieces(data)
-    num_tokens = sum(piece.num_tokens for piece in found)
-    num_sequences = (num_tokens - 1) // data.seq_len
-    if num_sequences < 1:
+        return data.num_sequences
+    num_tokens = sum(piece.num_tokens for piece in pieces(data))
+    count = (num_tokens - 1) // data.seq_len
+    if count < 1:
         raise ValueError(
             f"{describe(data)} holds {num_tokens} tokens, too few for one sequence of data.seq_len={data.seq_len} "
             f"(it needs {data.seq_len + 1}): give more text or lower data.seq_len"
         )
-    max_token = _sampled_max(found) if data.kind is DataKind.tokens else LARGEST_BYTE
-    return SourceFacts(num_tokens, num_sequences, max_token)
+    return count
 
 
 def describe(data: DataConfig) -> str:
@@ -72,7 +56,7 @@ def describe(data: DataConfig) -> str:
 
 
 def pieces(data: DataConfig) -> list[Piece]:
-    """Files of a source in the order of their tokens, without empty ones. Raises `ValueError`, as `inspect`."""
+    """Files of a source in the order of their tokens, without empty ones. Raises `ValueError`, as `count_sequences`."""
     if data.kind is DataKind.stdlib:
         found = list(_stdlib_pieces())
     else:
@@ -130,23 +114,6 @@ def _chosen_files(data: DataConfig) -> list[Path]:
     if not files:
         raise ValueError(f"data.path={data.path} is a folder without {pattern} files: point it at a file, or fill it")
     return files
-
-
-def _sampled_max(found: list[Piece]) -> int:
-    import numpy as np
-
-    last_start = max(0, sum(piece.num_tokens for piece in found) - SAMPLE_TOKENS)
-    largest = 0
-    for window in range(SAMPLE_WINDOWS):
-        start = last_start * window // (SAMPLE_WINDOWS - 1)
-        for piece in found:
-            if start < piece.num_tokens:
-                break
-            start -= piece.num_tokens
-        at = piece.offset + start * piece.token_bytes
-        ids = np.fromfile(piece.path, f"<u{piece.token_bytes}", SAMPLE_TOKENS, offset=at)
-        largest = max(largest, int(ids.max()))
-    return largest
 
 
 def held_out_batches(config: Config, num_sequences: int) -> range:

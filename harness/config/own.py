@@ -38,8 +38,8 @@ class Own:
     kind: str
     name: str
     answer: Mapping[str, Any]
-    """Result of its trial: `parameters` (model), `num_sequences` and `max_token` (data), `elementwise` (optimizer),
-    `capabilities` (engine)."""
+    """Result of its trial: `parameters` (model), `num_sequences` (data), `elementwise` (optimizer), `capabilities`
+    (engine)."""
     root: str
     files: tuple[str, ...]
     """Sources it loads, relative to `root`; an edit of them makes its runs stale."""

@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from harness.config.data_source import Piece, inspect, pieces
+from harness.config.data_source import Piece, count_sequences, pieces
 from harness.config.schema import Config, DataConfig, DataKind
 
 Tokens = NDArray[np.int64]
@@ -89,11 +89,11 @@ def own_source(data: DataConfig) -> Source:
 
 
 def open_source(config: Config) -> Source:
-    """Raises `ValueError`, as `data_source.inspect`."""
+    """Raises `ValueError`, as `data_source.count_sequences`."""
     data = config.data
     if data.kind is DataKind.ext:
         return own_source(data)
-    facts = inspect(data)
+    count = count_sequences(data)
     if data.kind is DataKind.synthetic:
-        return SyntheticSource(facts.num_sequences, data.seq_len, config.model.vocab_size, data.order_seed)
+        return SyntheticSource(count, data.seq_len, config.model.vocab_size, data.order_seed)
     return FileSource(pieces(data), data.seq_len)

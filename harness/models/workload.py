@@ -45,14 +45,14 @@ class TokenWorkload(ABC):
     def cut(self, model: nn.Module, axis: DeviceMesh, *, sequence_parallel: bool) -> None:
         """Cut a built module in place over a tensor-parallel axis; names do not change. Collective over it.
 
-        Raises `NotImplementedError`: the family declares no plan; a rule refuses mesh.tp for it.
+        Raises `NotImplementedError`: the family declares no plan.
         """
         raise NotImplementedError(f"{type(self).__name__} declares no plan of tensor parallelism")
 
     def quantize(self, model: nn.Module, device: torch.device) -> None:
         """Make projections multiply in 8 bits, in place, under dtype.fp8, with scaling state on `device`.
 
-        Raises `ValueError`: no projections, or sizes that the recipe cannot tile; rules refuse both before.
+        Raises `ValueError`: no projections, or sizes that the recipe cannot tile.
         """
         if self.recipe is not None:
             chosen = lambda name, _: name.rpartition(".")[2] in derived.NAMES  # noqa: E731 - a name for it says more

@@ -228,7 +228,6 @@ def try_data(kind: type, config: Config) -> dict[str, Any]:
         count = source.num_sequences
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise Unusable(f"has num_sequences={count!r}", choices="a Python int of at least 1")
-    largest = 0
     for index in sorted({(count - 1) * each // (SAMPLE - 1) for each in range(SAMPLE)}):
         with trying(f"sequence {index}"):
             tokens = source[index]
@@ -236,10 +235,7 @@ def try_data(kind: type, config: Config) -> dict[str, Any]:
         if not isinstance(tokens, np.ndarray) or tokens.shape != wanted or tokens.dtype != np.int64:
             found = f"{tokens.dtype} {tokens.shape}" if isinstance(tokens, np.ndarray) else type(tokens).__name__
             raise Unusable(f"sequence {index} is {found}", choices=f"a numpy array, int64 {wanted}: data.seq_len + 1")
-        if tokens.min() < 0:
-            raise Unusable(f"sequence {index} holds token {tokens.min()}", choices="0 to model.vocab_size - 1")
-        largest = max(largest, int(tokens.max()))
-    return {"num_sequences": count, "max_token": largest}
+    return {"num_sequences": count}
 
 
 def try_optimizer(kind: type, config: Config) -> dict[str, Any]:

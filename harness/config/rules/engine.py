@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from harness.config.capabilities import ENGINES
-from harness.config.derived import accumulate_dtype, data_ranks, fixed_buffers, global_microbatches, may_leave_unused
+from harness.config.derived import accumulate_dtype, data_ranks, global_microbatches, may_leave_unused
 from harness.config.doc import as_typed
 from harness.config.errors import Violation
 from harness.config.own import capabilities_of
@@ -23,7 +23,6 @@ from harness.config.schema import (
     Strategy,
 )
 from harness.fsdp import Placements
-from harness.fsdp.options import TOO_FAR_AHEAD
 from harness.store.screen import counted
 
 _BITWISE = (Numerics.ordered, Numerics.exact)
@@ -234,15 +233,6 @@ def integers_are_possible(request: Request) -> Iterator[Violation]:
     if bits > most:
         problem = f"leaves no room for a gradient of 1 in a sum of {terms} microbatches"
         yield request.wrong("numerics.exact_bits", problem, f"0 to {most}", f"numerics.exact_bits={most}")
-
-
-prefetched_units_have_room = refusal(
-    lambda c: c.engine.prefetch > 1 and fixed_buffers(c),
-    "engine.prefetch",
-    TOO_FAR_AHEAD,
-    "engine.prefetch=1, or engine.double_buffer=false nccl_ub=none",
-    reads="engine.double_buffer engine.prefetch",
-)
 
 
 @rule("model.skip_idle")

@@ -5,9 +5,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from dataclasses import astuple, replace
-from typing import Any
 
-from harness.config.data_source import SourceFacts, describe, inspect
+from harness.config.data_source import count_sequences, describe
 from harness.config.derived import data_ranks
 from harness.config.doc import settings
 from harness.config.errors import Violation
@@ -99,9 +98,6 @@ def listed_steps_are_reached(request: Request) -> Iterator[Violation]:
             yield request.wrong(path, problem, f"steps from 1 to {steps}", f"{path}={kept}".replace(" ", ""))
 
 
-PLANNED = (ModelFamily.llama,)
-
-
 @rule("mesh.tp", "mesh.world_size")
 def tensor_axis_divides_the_ranks(request: Request) -> Iterator[Violation]:
     mesh = request.config.mesh
@@ -111,14 +107,6 @@ def tensor_axis_divides_the_ranks(request: Request) -> Iterator[Violation]:
         yield request.wrong("mesh.tp", f"does not divide mesh.world_size={mesh.world_size}", choices, fix)
 
 
-tensor_parallelism_has_a_plan = refusal(
-    lambda c: c.mesh.tp > 1 and c.model.family not in PLANNED,
-    "mesh.tp",
-    "model.family={model.family.name} has no tensor-parallel plan",
-    "mesh.tp=1, or model=tiny",
-    choices="mesh.tp=1; families that do: " + ", ".join(each.name for each in PLANNED),
-    reads="mesh.tp",
-)
 tensor_parallelism_has_no_switch = refusal(
     lambda c: c.mesh.tp > 1 and c.sharp.group.is_asked,
     "sharp.group",
@@ -131,7 +119,7 @@ tensor_parallelism_has_no_switch = refusal(
 @rule("mesh.tp", "model.num_heads", "model.num_kv_heads", "model.ffn_dim", "data.seq_len")
 def parts_are_even(request: Request) -> Iterator[Violation]:
     config, tp = request.config, request.config.mesh.tp
-    if tp == 1 or config.model.family not in PLANNED:
+    if tp == 1 or config.model.family is not ModelFamily.llama:
         return
     sizes = {path: int(request.value(path)) for path in ("model.num_heads", "model.num_kv_heads", "model.ffn_dim")}
     if config.mesh.sequence_parallel:
@@ -144,54 +132,30 @@ def parts_are_even(request: Request) -> Iterator[Violation]:
             yield request.wrong(path, f"is not divisible by mesh.tp={tp}", f"multiples of {tp}", fix)
 
 
-_READS = ("data.seq_len", "data.header_bytes", "data.num_sequences")
+_counted = functools.lru_cache(maxsize=64)(lambda *settings: count_sequences(DataConfig(*settings)))
 
 
-@functools.lru_cache(maxsize=64)
-def _inspected(*settings: Any) -> SourceFacts:
-    return inspect(DataConfig(*settings))
-
-
-def _facts(config: Config) -> SourceFacts | str | None:
-    data = config.data
-    if data.kind is DataKind.ext:
+def _num_sequences(config: Config) -> int | None:
+    if config.data.kind is DataKind.ext:
         found = described("data", config)
-        if found is None:
-            return None
-        count = int(found.answer["num_sequences"])
-        return SourceFacts(count * (data.seq_len + 1), count, int(found.answer["max_token"]))
-    try:
-        return _inspected(*astuple(replace(data, order_seed=0)))
-    except (ValueError, OSError) as error:
-        return str(error)
+        return None if found is None else int(found.answer["num_sequences"])
+    return _counted(*astuple(replace(config.data, order_seed=0)))
 
 
-@rule(*_READS)
-def source_is_readable(request: Request) -> Iterator[Violation]:
-    facts = _facts(request.config)
-    if isinstance(facts, str):
-        data = request.config.data
-        choices = "" if data.path else "stdlib, text, tokens, synthetic, ext"
-        yield Violation(describe(data), facts, choices, "data=stdlib needs no file")
-
-
-@rule(*_READS, "train.global_batch_size")
+@rule("data.seq_len", "data.header_bytes", "data.num_sequences", "train.global_batch_size")
 def source_fills_a_batch(request: Request) -> Iterator[Violation]:
-    facts, batch = _facts(request.config), request.config.train.global_batch_size
-    if isinstance(facts, SourceFacts) and facts.num_sequences < batch:
-        more = f"data.num_sequences={batch}" if request.config.data.kind is DataKind.synthetic else "more data"
+    data, batch = request.config.data, request.config.train.global_batch_size
+    try:
+        count = _num_sequences(request.config)
+    except (ValueError, OSError) as error:
+        choices = "" if data.path else "stdlib, text, tokens, synthetic, ext"
+        yield Violation(describe(data), str(error), choices, "data=stdlib needs no file")
+        return
+    if count is not None and count < batch:
+        more = f"data.num_sequences={batch}" if data.kind is DataKind.synthetic else "more data"
         yield Violation(
-            describe(request.config.data),
-            f"has {facts.num_sequences:,} sequences of data.seq_len={request.config.data.seq_len}, "
+            describe(data),
+            f"has {count:,} sequences of data.seq_len={data.seq_len}, "
             f"fewer than one global batch, train.global_batch_size={batch}",
             fix=f"{more}, a shorter data.seq_len or a smaller train.global_batch_size",
         )
-
-
-@rule(*_READS, "model.vocab_size")
-def ids_fit_the_vocabulary(request: Request) -> Iterator[Violation]:
-    facts, vocab = _facts(request.config), request.config.model.vocab_size
-    if isinstance(facts, SourceFacts) and facts.max_token is not None and facts.max_token >= vocab:
-        problem = f"{describe(request.config.data)} has token ids up to {facts.max_token} or more"
-        fix = f"model.vocab_size={facts.max_token + 1}, or check data.token_dtype and data.header_bytes"
-        yield request.wrong("model.vocab_size", problem, f"{facts.max_token + 1} or more", fix)
