@@ -92,7 +92,8 @@ class Part:
 
     def _write(self, name: str, tensors: Mapping[str, Tensor]) -> None:
         temporary = self.folder / f"{name}.tmp"
-        save_file({key: each.clone() if _is_view(each) else each for key, each in tensors.items()}, temporary)
+        views = {key for key, each in tensors.items() if each.untyped_storage().nbytes() != each.nbytes}
+        save_file({key: each.clone() if key in views else each for key, each in tensors.items()}, temporary)
         temporary.replace(self.folder / f"{name}.safetensors")
         for old in captures_of(self.folder)[1 : -self._keep_last] if self._keep_last else ():
             old.unlink()
@@ -114,7 +115,3 @@ SAME = ("world_size", "versions", "machine")
 
 def _places(facts: Mapping[str, Any]) -> list[Any]:
     return [(each["name"], each["shape"], each["places"]) for each in facts["tensors"]]
-
-
-def _is_view(tensor: Tensor) -> bool:
-    return tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size()

@@ -212,7 +212,8 @@ class Run:
             return step in self.chosen
         if int(str(step)[1:] or 0) or str(step)[0] != "1":
             return False
-        size = PARTS_OF_A_STEP * self._watching.bytes_here()
+        shards = self._watching.shards.values()
+        size = PARTS_OF_A_STEP * sum(shard.numel * shard.source.element_size() for shard in shards)
         self._kept_bytes += size
         if self._keep_last:
             self._kept_bytes = min(self._kept_bytes, (1 + self._keep_last) * size)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -170,16 +171,9 @@ def _zero(owners: Iterable[Any]) -> dict[int, Shard]:
             offsets = zero.round_robin_bit16_offsets
             found |= _zero_2(zero, zero.single_partition_of_fp32_groups, zero.round_robin_bit16_groups, offsets)
         elif hasattr(zero, "fp32_groups_flat_partition"):
-            offsets = [_offsets(params) for params in zero.bf16_groups]
+            offsets = [[*accumulate(map(Tensor.numel, params[:-1]), initial=0)] for params in zero.bf16_groups]
             found |= _zero_2(zero, zero.fp32_groups_flat_partition, zero.bf16_groups, offsets)
     return found
-
-
-def _offsets(params: Iterable[Tensor]) -> list[int]:
-    found = [0]
-    for param in params:
-        found.append(found[-1] + param.numel())
-    return found[:-1]
 
 
 def _zero_2(
@@ -269,8 +263,11 @@ def named(models: Iterable[nn.Module]) -> dict[str, tuple[str, nn.Parameter]]:
     pipeline stages have one name."""
     found: dict[str, tuple[str, nn.Parameter]] = {}
     for model in models:
-        for raw, plain, param in _of_one(model):
-            if plain in found:
+        params = [(raw, plain_name(raw).split("."), param) for raw, param in model.named_parameters()]
+        while params and all(len(parts) > 1 and parts[0] == OUTSIDE for _, parts, _ in params):
+            params = [(raw, parts[1:], param) for raw, parts, param in params]
+        for raw, parts, param in params:
+            if (plain := ".".join(parts)) in found:
                 raise ValueError(f"two models have a parameter {plain}: watch each with a run of its own")
             found[plain] = raw, param
     return found
@@ -278,10 +275,3 @@ def named(models: Iterable[nn.Module]) -> dict[str, tuple[str, nn.Parameter]]:
 
 def plain_name(raw: str) -> str:
     return ".".join(part for part in raw.split(".") if part not in INSIDE)
-
-
-def _of_one(model: nn.Module) -> list[tuple[str, str, nn.Parameter]]:
-    params = [(raw, plain_name(raw).split("."), param) for raw, param in model.named_parameters()]
-    while params and all(len(parts) > 1 and parts[0] == OUTSIDE for _, parts, _ in params):
-        params = [(raw, parts[1:], param) for raw, parts, param in params]
-    return [(raw, ".".join(parts), param) for raw, parts, param in params]

@@ -57,7 +57,8 @@ class Watching:
         self.grads: set[torch.dtype] = set()
         self.initial: dict[str, int] = {}
         self.forwards = 0
-        self.is_fresh = not any(_has_moved(optimizer) for optimizer in optimizers)
+        states = [value for each in optimizers for state in each.state.values() for value in state.values()]
+        self.is_fresh = not any(local_part(value).any() for value in states if isinstance(value, Tensor))
         """True if no optimizer had a state but noughts before the first step."""
         self._handles: list[Any] = []
         self._first: list[Any] = []
@@ -230,10 +231,6 @@ class Watching:
     def keep(self, prefix: str) -> None:
         self.kept |= {f"{prefix}/{name}": local.clone() for name, local in self.weights().items()}
 
-    def bytes_here(self) -> int:
-        """Size of this rank's part of all weights."""
-        return sum(shard.numel * shard.source.element_size() for shard in self.shards.values())
-
     def weights(self) -> dict[str, Tensor]:
         return {name: shard.local for name, shard in self.shards.items() if shard.blocks}
 
@@ -241,11 +238,6 @@ class Watching:
         return {
             name: digest(self.shards[name], local.to(dtype or local.dtype)) for name, local in self.weights().items()
         }
-
-
-def _has_moved(optimizer: Optimizer) -> bool:
-    states = [value for state in optimizer.state.values() for value in state.values()]
-    return any(bool(local_part(value).any()) for value in states if isinstance(value, Tensor))
 
 
 def _is_compiled(module: nn.Module) -> bool:

@@ -87,7 +87,8 @@ class TokenWorkload(ABC):
         return len(shape) == 2 and not NOT_ORTHOGONALIZED.search(name)
 
     def _normal(self, name: str, shape: torch.Size, std: float) -> Tensor:
-        generator = torch.Generator(device="cpu").manual_seed(seed_of(self.seed, name))
+        digest = hashlib.blake2b(f"{self.seed}/{name}".encode(), digest_size=8).digest()
+        generator = torch.Generator(device="cpu").manual_seed(int.from_bytes(digest, "little") >> 1)
         return torch.empty(shape, dtype=torch.float32, device="cpu").normal_(0.0, std, generator=generator)
 
 
@@ -118,12 +119,6 @@ class LlamaWorkload(TokenWorkload):
     def materialise_buffers(self, model: nn.Module, device: torch.device) -> None:
         assert isinstance(model, llama.Llama)
         model.cos_SE, model.sin_SE = llama.rotary_tables(self.model_config, model.cos_SE.dtype, device)
-
-
-def seed_of(seed: int, name: str) -> int:
-    """A 63-bit seed for one parameter, independent between names."""
-    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
 
 
 WORKLOADS = {

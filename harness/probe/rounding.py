@@ -96,14 +96,12 @@ class Roundings(TorchDispatchMode):
         return value * (1.0 + self.unit * RMS * self._normal(value))  # a mask's infinity stays what it is
 
     def _in_the_dtype(self, func: Any, args: Any, kwargs: Any) -> Any:
-        result = func(*(self._narrow(each) for each in args), **kwargs)
+        dtype = getattr(torch, TORCH_NAMES[self.dtype])
+        is_float = [isinstance(each, Tensor) and each.is_floating_point() for each in args]
+        result = func(*(each.to(dtype) if cast else each for each, cast in zip(args, is_float, strict=True)), **kwargs)
         if isinstance(result, Tensor):
             return result.to(torch.float64)
         return type(result)(None if each is None else each.to(torch.float64) for each in result)
-
-    def _narrow(self, argument: Any) -> Any:
-        is_float = isinstance(argument, Tensor) and argument.is_floating_point()
-        return argument.to(getattr(torch, TORCH_NAMES[self.dtype])) if is_float else argument
 
     def _sum(self, result: Tensor, squares: Tensor, terms: int) -> Tensor:
         """A sum of K terms made one after the other, then rounded.

@@ -30,7 +30,7 @@ from harness.control import Control
 from harness.data.reread import Reread
 from harness.engines.base.plain import plain_model
 from harness.engines.protocol import TORCH_DTYPES, Microbatch, Seen
-from harness.models.workload import TokenWorkload, workload_for
+from harness.models.workload import workload_for
 from harness.probe.meters import free_bytes
 from harness.probe.step_checks.local import LocalWatch
 from harness.probe.step_checks.sketch import Signs, Sketch
@@ -101,7 +101,9 @@ def local_gradients(
     differentiated value.
     """
     workload, device = workload_for(session.config), session.ranks.device
-    if not all(fits for (fits,) in control.gather([int(_fits(workload, session))])):
+    whole = workload.build("meta", TORCH_DTYPES[session.config.dtype.main_params]).parameters()
+    fits = COPIES * sum(param.nbytes for param in whole) <= free_bytes(device, session.ranks.world_size)
+    if not all(each for (each,) in control.gather([int(fits)])):
         return None
     sequences = torch.from_numpy(Reread(session.config, session.ranks.data_rank).sequences(step))
     with plain_model(workload, session.config, device) as model:
@@ -115,12 +117,6 @@ def local_gradients(
                     param.grad = None
             return watch.gradients()
     return None
-
-
-def _fits(workload: TokenWorkload, session: Session) -> bool:
-    main = TORCH_DTYPES[session.config.dtype.main_params]
-    whole = sum(param.nbytes for param in workload.build("meta", main).parameters())
-    return COPIES * whole <= free_bytes(session.ranks.device, session.ranks.world_size)
 
 
 @torch.no_grad()

@@ -204,14 +204,12 @@ class Loop:
         began, data = time.perf_counter(), Future[list[Microbatch]]()
         with self.session.meters.timers.span("data"):
             try:
-                data.set_result([self._to_device(microbatch) for microbatch in self.session.loader.batch(step)])
+                device, batch = self.session.ranks.device, self.session.loader.batch(step)
+                given = [[torch.from_numpy(rows).to(device, non_blocking=True) for rows in each] for each in batch]
+                data.set_result([Microbatch(*each) for each in given])
             except Exception as caught:
                 data.set_exception(caught)
         return Fetched(time.perf_counter() - began, data)
-
-    def _to_device(self, microbatch: tuple[Any, Any]) -> Microbatch:
-        device = self.session.ranks.device
-        return Microbatch(*(torch.from_numpy(rows).to(device, non_blocking=True) for rows in microbatch))
 
     def _outside(self, work: Callable[[], None]) -> None:
         with self.session.meters.paused(), self.session.meters.timers.aside():

@@ -59,7 +59,10 @@ def main(run_dir: Path, attempt: int, place: RankPlace | None = None, listener: 
 
 def _run(run: RunDir, place: RankPlace, reporter: Reporter, stop: StopFlag) -> int:
     config = load_config(run.config())
-    _check_size(config, place)
+    asked, started = config.mesh.world_size, place.world_size
+    if asked != started:
+        found = f"{place.launcher} started {counted(started, 'rank')}"
+        raise ValueError(f"mesh.world_size={asked}, but {found}; start {asked}, or ask for mesh.world_size={started}")
     if reporter.is_superseded():
         return INTERRUPTED
     reporter.started()
@@ -82,15 +85,6 @@ def _run(run: RunDir, place: RankPlace, reporter: Reporter, stop: StopFlag) -> i
             if place.launcher == "inline":
                 connect.abandon()
     return code
-
-
-def _check_size(config: Config, place: RankPlace) -> None:
-    asked, started = config.mesh.world_size, place.world_size
-    if asked != started:
-        raise ValueError(
-            f"mesh.world_size={asked}, but {place.launcher} started {counted(started, 'rank')}; "
-            f"start {asked}, or ask for mesh.world_size={started}"
-        )
 
 
 def _planned(config: Config, reporter: Reporter) -> dict[str, int | None] | None:

@@ -18,7 +18,7 @@ from harness.config.errors import refuse
 from harness.config.words import ask_again
 from harness.parity.outcome import REFUTED, Finding, Grade, Outcome, StudyVerdict, Verdict, grade, percent
 from harness.parity.record import Record, load
-from harness.parity.telling.wording import ALWAYS, OUTCOMES
+from harness.parity.telling.wording import ALWAYS, OUTCOMES, capturing
 from harness.parity.tiers.arithmetic import of_piece
 from harness.parity.tiers.envelope import Envelope
 from harness.parity.tiers.gradients import compare_tensor
@@ -241,8 +241,7 @@ def zoom(arm: Path, control: Path, tensor: str, *, step: int = 1) -> str:
 def _require(run: Record, tensor: str, step: int) -> None:
     if step not in run.captures:
         held = ", ".join(map(str, sorted(run.captures))) or "none"
-        wanted = ",".join(map(str, sorted({step, *run.config["measure.capture_steps"]})))
-        fix = commands.request(f'--from {commands.shown(run.path)} "measure.capture_steps=[{wanted}]"')
+        fix = commands.request(f"--from {commands.shown(run.path)} {capturing(run, [step])}")
         raise refuse(f"--step {step}", f"{run.name} did not capture it", choices=held, fix=fix)
     if tensor not in run.captures[step].tensors:
         choices = ", ".join(sorted(run.captures[step].tensors))

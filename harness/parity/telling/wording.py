@@ -107,8 +107,9 @@ def _nothing_else(findings: Sequence[Finding], again: Sequence[int], length: int
 
 def _clause(first: Finding, findings: Sequence[Finding], *, of_tensors: bool) -> str:
     """Args: of_tensors: begin with a jump of a tensor in the same step, if a finding is about all of them."""
-    named = first if first.tensor else _named(first, findings)
-    clause = describe(first, named, _hint(first, findings))
+    alike = (f for f in findings if (f.step, f.stage, f.grade) == (first.step, first.stage, first.grade) and f.tensor)
+    scales = (f.note for f in findings if f.step == first.step and f.check in SCALES and f.note)
+    clause = describe(first, first if first.tensor else next(alike, first), first.note or next(scales, ""))
     begins = onset(first, findings) or (_tensor_of(first, findings) if of_tensors else None)
     return clause if begins is None else f"{describe(begins, begins, '')}; certain {clause}"
 
@@ -164,17 +165,7 @@ def _of_steps(steps: Sequence[int], length: int, named: int) -> str:
 LOOKED_AT = {"fed": "what it was fed", **{name: look.words for name, look in LOOKS.items() if look.words}}
 
 
-def _hint(first: Finding, findings: Sequence[Finding]) -> str:
-    scales = (f.note for f in findings if f.step == first.step and f.check in SCALES and f.note)
-    return first.note or next(scales, "")
-
-
 SCALES = ("scale of all gradients", "gradient scale")
-
-
-def _named(first: Finding, findings: Sequence[Finding]) -> Finding:
-    same = (f for f in findings if (f.step, f.stage, f.grade) == (first.step, first.stage, first.grade) and f.tensor)
-    return next(same, first)
 
 
 def describe(first: Finding, named: Finding, hint: str) -> str:
@@ -245,7 +236,7 @@ def _deciding(outcome: Outcome, arm: Record, control: Record, findings: Sequence
     step = min((onset(first, findings) or first).step or 1, arm.length)
     wanted, seed = {1, max(1, step - 1), step}, f"train.seed={int(arm.config['train.seed']) + 1}"
     ways = (
-        [(run, _capturing(run, wanted)) for run in runs if not wanted <= run.captures.keys()],
+        [(run, capturing(run, wanted)) for run in runs if not wanted <= run.captures.keys()],
         [(run, f"{STEP_CHECKS}=true") for run in runs if run.stream is None and run.config.get(STEP_CHECKS) is False],
         [(run, seed) for run in runs if outcome is Outcome.UNDECIDED],
     )
@@ -258,7 +249,7 @@ def onset(first: Finding, findings: Iterable[Finding]) -> Finding | None:
     return min((f for f in jumps if (f.step or 0) < (first.step or 0)), key=lambda f: f.step or 0, default=None)
 
 
-def _capturing(run: Record, steps: Iterable[int]) -> str:
+def capturing(run: Record, steps: Iterable[int]) -> str:
     wanted = ",".join(map(str, sorted({*steps, *run.config["measure.capture_steps"]})))
     return f'"measure.capture_steps=[{wanted}]"'
 

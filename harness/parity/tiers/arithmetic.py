@@ -182,7 +182,7 @@ class Arithmetic:
     def of(cls, config: Mapping[str, Any]) -> Arithmetic:
         model = _model(config)
         rows = int(config["train.microbatch_size"]) * int(config["data.seq_len"])
-        routed = model.family is ModelFamily.moe
+        routed, cast = model.family is ModelFamily.moe, config["dtype.compute"] != config["dtype.main_params"]
         return cls(
             compute=config["dtype.compute"],
             wire=config["dtype.grad_comm"],
@@ -201,7 +201,7 @@ class Arithmetic:
             experts_per_token=model.experts_per_token if routed else 1,
             reused=_reused(model),
             fp8=str(config.get("dtype.fp8") or ""),
-            casts_first=_casts_first(config),
+            casts_first=cast and bool(config.get("dtype.fp8")) and config["engine.name"] == "fsdp2",
             exact_bits=int(config["numerics.exact_bits"]) if config.get("numerics.mode") == "exact" else None,
             counted=(int(config["watched.roundings"]), int(config["watched.products"]))
             if "watched.version" in config
@@ -357,11 +357,6 @@ def _model(config: Mapping[str, Any]) -> ModelConfig:
     known = {each.name: config.get(f"model.{each.name}", each.default) for each in fields(ModelConfig)}
     family = known["family"]
     return ModelConfig(**{**known, "family": family if isinstance(family, ModelFamily) else ModelFamily[family]})
-
-
-def _casts_first(config: Mapping[str, Any]) -> bool:
-    cast = config["dtype.compute"] != config["dtype.main_params"]
-    return bool(config.get("dtype.fp8")) and config["engine.name"] == "fsdp2" and cast
 
 
 def _reused(model: ModelConfig) -> str:

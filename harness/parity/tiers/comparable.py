@@ -183,15 +183,12 @@ def _across_strategies(arm: Mapping[str, Any], control: Mapping[str, Any]) -> Ad
     k = microbatches_per_rank(arm)
     if k == 1:
         return Admission("T1", "numerics=ordered with one microbatch a rank sums in rank order under every strategy")
-    left, right = (sum_order(Strategy[run["sharding.strategy"]]) for run in (arm, control))
+    strategies = (Strategy[run["sharding.strategy"]] for run in (arm, control))
+    local = (Placements.of(each, None).accumulates_locally for each in strategies)
+    left, right = ("microbatches before ranks" if each else "ranks before microbatches" for each in local)
     if left == right:
         return Admission("T1", f"numerics=ordered, and both strategies add {left}")
     return Admission("T2", f"with k = {k} one strategy adds {left}, the other {right}")
-
-
-def sum_order(strategy: Strategy) -> str:
-    local = Placements.of(strategy, None).accumulates_locally
-    return "microbatches before ranks" if local else "ranks before microbatches"
 
 
 @cache
@@ -269,14 +266,14 @@ def limits(arm: Record, control: Record) -> list[str]:
         found.append("their data are hashed by two rules, so gradients alone show that they were fed the same")
     if not all(1 in run.weights if mixed else run.summary.get("initial_weights") for run in (arm, control)):
         found.append("their first weights are not known to be the same")
-    blind = [run.name for run in (arm, control) if not run.captures and not _sees(run, "reduced_squares")]
+    blind = [run.name for run in (arm, control) if not (run.captures or _sees_gradients(run))]
     if blind:
         found.append(f"{' and '.join(blind)} shows no gradients, so only losses and weights were held side by side")
     return [*found, *_others(arm, control)]
 
 
-def _sees(run: Record, column: str) -> bool:
-    return run.stream is not None and not bool((run.stream.column(column) != run.stream.column(column)).all())
+def _sees_gradients(run: Record) -> bool:
+    return run.stream is not None and not bool(np.isnan(run.stream.column("reduced_squares")).all())
 
 
 def _others(arm: Record, control: Record) -> Iterator[str]:

@@ -167,11 +167,12 @@ class Sample:
         wrong. Args: before, after: weights and moments around the step. gradients: averaged, not clipped. clipping:
         expected factor.
         """
-        state = self._state(before)
+        nothing = torch.zeros_like(gradients)
+        state = UpdateState(before.weights, *(*before.moments, nothing, nothing)[:2])
         ratios = self._ratios(state, after, clipping * gradients, made)
         if not len(ratios) or not ratios.max() > 1:
             return Held(ratios, 0.0)
-        first = after.moments[0] if after.moments else torch.zeros_like(gradients)
+        first = after.moments[0] if after.moments else nothing
         taken = self.beside.gradient_taken(state, first, self._decays)
         if taken is None:
             return Held(ratios, 0.0)
@@ -208,11 +209,6 @@ class Sample:
         for part, factor in few:
             factors[part] = min(found, key=lambda each: abs(each - factor))
         return factors
-
-    def _state(self, values: Values) -> UpdateState:
-        nothing = torch.zeros_like(values.weights)
-        first, second = (*values.moments, nothing, nothing)[:2]
-        return UpdateState(values.weights, first, second)
 
     def _ratios(self, state: UpdateState, after: Values, gradients: Tensor, made: Made) -> Tensor:
         """Distance from the rule over the bound of rounding, by element; at most 1 if right. fp64 [elements].
