@@ -120,23 +120,24 @@ class _Request:
         return [ended.exit_code]
 
     def _on_decision(self, cell: Cell, decision: Decision) -> None:
-        self._terminal.line(f"{self._place(cell)}{self._store.path_of(cell)}: {decision.why}")
+        self._say(cell, decision.why)
+
+    def _say(self, cell: Cell, text: str) -> None:
+        self._terminal.line(f"{self._place(cell)}{self._store.path_of(cell)}: {text}")
 
     def _on_start(self, opened: Opened) -> Listener:
-        world_size = opened.cell.typed.mesh.world_size
         if opened.over:
-            self._terminal.line(f"{self._place(opened.cell)}{opened.run.path}: {opened.over}")
-        begun = f"{screen.counted(world_size, 'rank')}, attempt {opened.attempt}"
+            self._say(opened.cell, opened.over)
         label = self._place(opened.cell) + self._labels[opened.cell.signature] if self._several else ""
-        self._terminal.line(f"{self._place(opened.cell)}{opened.run.path}: {begun}")
+        ranks = screen.counted(opened.cell.typed.mesh.world_size, "rank")
+        self._say(opened.cell, f"{ranks}, attempt {opened.attempt}")
         return RunDisplay(self._terminal, opened.cell.typed.train.steps, label)
 
     def _on_end(self, opened: Opened, ended: Ended) -> None:
         if ended.report:
             self._terminal.line(f"\n{ended.report}")
         logs = "" if ended.state is State.done else f" (logs: {opened.run.attempt_dir(opened.attempt)})"
-        place = f"{self._place(opened.cell)}{opened.run.path}"
-        self._terminal.line(f"{place}: {ended.state.value}, {ended.reason}{logs}")
+        self._say(opened.cell, f"{ended.state.value}, {ended.reason}{logs}")
 
     def _place(self, cell: Cell) -> str:
         place = f"cell {list(self._labels).index(cell.signature) + 1} of {len(self._labels)}  "

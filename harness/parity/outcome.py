@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from enum import Enum
+from enum import Enum, StrEnum
 from typing import Any
 
 from harness.store.metrics import plain
@@ -36,27 +36,9 @@ SEVERITY = (Outcome.DIFFERENT, Outcome.NOT_COMPARABLE, Outcome.UNDECIDED, Outcom
 """Outcome of a study: the first of these that any arm got."""
 
 
-class Grade(Enum):
-    """`ok` within the allowed bound, `doubt` beyond it, `bad` beyond explanation."""
-
-    ok = "ok"
-    doubt = "doubt"
-    bad = "bad"
-
-
-class Stage(Enum):
-    record = "record"
-    data = "data"
-    checkpoint = "checkpoint"
-    weights = "weights"
-    gather = "gather"
-    forward = "forward"
-    gradient = "gradient"
-    reduction = "reduction"
-    clipping = "clipping"
-    optimizer = "optimizer"
-    trajectory = "trajectory"
-
+Grade = StrEnum("Grade", "ok doubt bad")
+"""`ok` within the allowed bound, `doubt` beyond it, `bad` beyond explanation."""
+Stage = StrEnum("Stage", "record data checkpoint weights gather forward gradient reduction clipping optimizer")
 
 AHEAD = "as if one step had been taken before"
 """End of a note of a finding that explains itself."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -31,15 +31,6 @@ WAITING = "waiting"
 """Gradients as autograd made them, until their unit's are copied."""
 
 
-@dataclass
-class Peak:
-    """Bytes at the peak. moment: where in a step. parts: what is alive then."""
-
-    total: int = 0
-    moment: str = ""
-    parts: dict[str, int] | None = None
-
-
 class Step:
     """Buffers of one step beside what is kept, by part and owner. An engine does something at marks named `on_...`.
 
@@ -57,7 +48,7 @@ class Step:
         places = {mark.unit: place for place, mark in reversed([*enumerate(marks)]) if mark.what == "forward"}
         order = sorted(range(len(units)), key=lambda at: (not units[at].is_root, places.get(at, len(marks))))
         self.units, self.order = units, [units[at] for at in order]  # the root first; those that do not run last
-        self.kept, self.peak, self.last, self.in_backward = 0, Peak(), True, False
+        self.kept, self.last, self.in_backward = 0, True, False
         self.whole, self.gathers = dict[str, int](), Counter[str]()
         self.sweep, self.on_way = list[Unit](), list[Unit]()
         self.live: dict[str, Counter[str]] = {part: Counter() for part in (WEIGHTS, BUCKETS, SUMS)}
@@ -73,13 +64,13 @@ class Step:
         parts = {"kept": self.kept, **{part: held.total() for part, held in self.live.items()}}
         parts |= {"activations": activations, "update": more}
         total = sum(parts.values())
-        if total > self.peak.total:
-            self.peak = Peak(total, moment, parts)
+        if total > self.peak["total"]:
+            self.peak = {"total": total, "moment": moment, "parts": parts}
 
-    def run(self, marks: Sequence[Mark], k: int) -> Peak:
-        """A step of k microbatches that are alike."""
+    def run(self, marks: Sequence[Mark], k: int) -> dict[str, Any]:
+        """The peak of a step of k microbatches that are alike: its bytes, their parts, and the moment in the step."""
         for _ in range(self.rounds):
-            self.peak = Peak()
+            self.peak: dict[str, Any] = {"total": 0, "moment": "", "parts": None}
             for number in range(min(k, 3)):
                 self.last = number == min(k, 3) - 1
                 self.begin()

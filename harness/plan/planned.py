@@ -9,7 +9,6 @@ import gc
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict
 from importlib.util import find_spec
 from typing import Any
 
@@ -81,12 +80,12 @@ def plan(config: Config, records: Records | None = None) -> dict[str, Any]:
     return {
         "kept": made.memory,
         "on_host": made.on_host,
-        "peak": asdict(peak) if has_peak else None,
+        "peak": peak if has_peak else None,
         "wire": sent.table if is_sent else None,
         "sent": sent.num_bytes if is_sent else None,
         "left_out": unknown,
         "flops": (flops_per_token(config) or 0) * tokens_per_step(config) / config.mesh.world_size or None,
-        "fits": peak.total <= room * GIB if has_peak and room is not None else None,
+        "fits": peak["total"] <= room * GIB if has_peak and room is not None else None,
     }
 
 

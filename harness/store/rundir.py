@@ -132,8 +132,13 @@ class RunDir:
     def adopt(self, cell: CellLike) -> None:
         """Replace cluster, launch, wandb, notes and study for the next attempt."""
         if cell.config != self.config():
-            write_atomic(self.path / CONFIG, _dump(cell.config))
-            write_atomic(self.path / "overrides.txt", _lines(cell.overrides))
+            self.freeze(cell)
+
+    def freeze(self, cell: CellLike) -> None:
+        """Write a cell's files; the configuration last, which makes the folder a run."""
+        write_atomic(self.path / "overrides.txt", "".join(f"{override}\n" for override in cell.overrides))
+        text = yaml.dump(cell.config, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120)
+        write_atomic(self.path / CONFIG, text)
 
     def has_record(self) -> bool:
         return self.metrics.exists() or bool(self.checkpoints())
@@ -171,15 +176,6 @@ def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _dump(config: dict[str, Any]) -> str:
-    text: str = yaml.dump(config, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120)
-    return text
-
-
-def _lines(items: tuple[str, ...]) -> str:
-    return "".join(f"{item}\n" for item in items)
-
-
 class Store:
     def __init__(self, root: Path | str) -> None:
         """Args: root: folder of studies; need not exist yet."""
@@ -207,8 +203,7 @@ class Store:
         run.path.mkdir(OWNED, exist_ok=True)
         with held(run.path / status.WRITE_LOCK):
             if not (run.path / CONFIG).exists():
-                write_atomic(run.path / "overrides.txt", _lines(cell.overrides))
-                write_atomic(run.path / CONFIG, _dump(cell.config))
+                run.freeze(cell)
                 return run
         if identity.signature(cell.config) != run.signature():
             raise StoreError(f"{run.path} holds another configuration")

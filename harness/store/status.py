@@ -162,23 +162,16 @@ def effective(run: Path, jobs: JobProbe | None = None) -> Status | None:
     Args: jobs: scheduler; without it a submitted run is believed.
     """
     status = read(run)
-    if status is None or status.state not in (State.queued, State.running, State.preempted):
+    if status is None or status.state not in MOVING:
         return status
-    if status.keeper is Keeper.process:
-        return _of_process(run, status)
-    answer = jobs(status) if jobs else None
+    if status.keeper is Keeper.slurm:
+        answer = jobs(status) if jobs else None
+    else:
+        is_alive = status.state is State.preempted or is_held(run / OWNER_LOCK)
+        answer = None if is_alive else (State.lost, f"its process on {status.host or 'this host'} is gone")
     if answer is None:
         return status
     newest = read(run)
-    if newest != status:  # it moved on while the scheduler was asked
+    if newest != status:  # it moved on while its owner was looked for
         return newest
     return replace(status, state=answer[0], reason=answer[1])
-
-
-def _of_process(run: Path, status: Status) -> Status | None:
-    if status.state is State.preempted or is_held(run / OWNER_LOCK):
-        return status
-    newest = read(run)
-    if newest != status:  # it ended, and let go of its lock, between our two looks
-        return newest
-    return replace(status, state=State.lost, reason=f"its process on {status.host or 'this host'} is gone")

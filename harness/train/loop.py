@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -50,12 +50,6 @@ def run(session: Session) -> Outcome:
         return Loop(session).run()
 
 
-class Fetched(NamedTuple):
-    seconds: float
-    """Seconds of loading on this rank."""
-    data: Future[list[Microbatch]]
-
-
 class Loop:
     def __init__(self, session: Session) -> None:
         self.session = session
@@ -72,7 +66,8 @@ class Loop:
         self.evaluation: Evaluation
         self.feed = Feed(self.config, session.ranks.data_rank)
         self.bench = Bench(session, self.control) if self.config.measure.mode is MeasureMode.bench else None
-        self.ahead: Fetched | None = None
+        self.ahead: tuple[Future[list[Microbatch]], float] | None = None
+        """The next batch, and seconds of loading it on this rank."""
         self.given: Microbatch
         self.initial_weights = ""
         self.restored: dict[str, Any] | None = None
@@ -172,8 +167,8 @@ class Loop:
         meters.collectives.take()  # what was issued, or waited for, between steps is no step's
         meters.collectives.take_waited_s()
         session.engine.counters()
-        fetched, self.ahead = self.ahead or self._fetch(step), None
-        microbatches = fetched.data.result()
+        (data, loading_s), self.ahead = self.ahead or self._fetch(step), None
+        microbatches = data.result()
         began = time.perf_counter()
         with ExitStack() as watches:
             self._outside(lambda: self._watch(step, microbatches, watches))
@@ -188,7 +183,7 @@ class Loop:
             self.callbacks.reduced(step)
             grad_norm = session.engine.step(lr)
         spans = meters.timers.take()  # waits for the device, so that the step's time is all of it
-        step_time_s = fetched.seconds + time.perf_counter() - began - spans[ASIDE]
+        step_time_s = loading_s + time.perf_counter() - began - spans[ASIDE]
         rows, waited_s = meters.collectives.take(), meters.collectives.take_waited_s()
         exposed_comm_s = None if meters.timers.on_device else waited_s
         counters, scaled = session.engine.counters(), session.engine.scaled()
@@ -199,7 +194,7 @@ class Loop:
         self.callbacks.watch(step, watches)
         self.given = joined(microbatches)
 
-    def _fetch(self, step: int) -> Fetched:
+    def _fetch(self, step: int) -> tuple[Future[list[Microbatch]], float]:
         """A batch, or the error that whoever takes it is to raise."""
         began, data = time.perf_counter(), Future[list[Microbatch]]()
         with self.session.meters.timers.span("data"):
@@ -209,7 +204,7 @@ class Loop:
                 data.set_result([Microbatch(*each) for each in given])
             except Exception as caught:
                 data.set_exception(caught)
-        return Fetched(time.perf_counter() - began, data)
+        return data, time.perf_counter() - began
 
     def _outside(self, work: Callable[[], None]) -> None:
         with self.session.meters.paused(), self.session.meters.timers.aside():

@@ -139,7 +139,8 @@ class StepChecks(Callback):
         self.least = integer_floor(config, [piece.shape for piece in pieces])
         always = {*self.again_at, *captured(config).gradients, *captured(config).updates, config.train.steps}
         on_device = session.ranks.device.type == "cuda"
-        self.cadence = Cadence(config.measure.step_checks_share, done, always, self._agreed, on_device=on_device)
+        agreed = lambda every: control.gather([every])[0][0]  # noqa: E731 - the first rank's, on all
+        self.cadence = Cadence(config.measure.step_checks_share, done, always, agreed, on_device=on_device)
         self.writer: StreamWriter | None = None
         if self.is_first_rank:
             if done:
@@ -161,9 +162,6 @@ class StepChecks(Callback):
             return None
         found = pieces_of(session.engine)
         return None if found is None else cls(session, control, found, done)
-
-    def _agreed(self, every: int) -> int:
-        return self.control.gather([every])[0][0]
 
     def _begin(self) -> None:
         self.summed, self.largest = summed_table(len(self.pieces)), largest_table(len(self.pieces))
@@ -244,15 +242,14 @@ class StepChecks(Callback):
             return nullcontext()
         self.divisor, aside = seen.divisor, self._aside
         self.watching = LocalWatch(seen.module, self.names, self.signs, kept=self.in_forward, aside=aside)
-        if step > 1 or not (seen.compute.is_floating_point and seen.compute.itemsize in (2, 4)):
-            return self.watching
-        config, rank = self.session.config, self.session.ranks.data_rank
-        share = microbatches_per_rank(config) * config.train.microbatch_size * config.data.seq_len
-        self.forward = ForwardWatch(seen.module, self.signs, tokens_per_step(config), rank * share, aside)
-        both = ExitStack()
-        both.enter_context(self.watching)
-        both.enter_context(self.forward)
-        return both
+        watches = ExitStack()
+        watches.enter_context(self.watching)
+        if step == 1 and seen.compute.is_floating_point and seen.compute.itemsize in (2, 4):
+            config, rank = self.session.config, self.session.ranks.data_rank
+            share = microbatches_per_rank(config) * config.train.microbatch_size * config.data.seq_len
+            self.forward = ForwardWatch(seen.module, self.signs, tokens_per_step(config), rank * share, aside)
+            watches.enter_context(self.forward)
+        return watches
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
@@ -322,15 +319,14 @@ class StepChecks(Callback):
         assert self.gradient_sample is not None
         self.summed["followed"][:] = self.sample.elements(len(self.pieces))
         if was_skipped:
-            self.largest["rule"][:] = (
-                self.sample.largest(self.sample.moved(self.values, values), len(self.pieces)) / EXACT
-            )
+            moved = self.sample.moved(self.values, values)
+            self.largest["rule"][:] = self.sample.largest(moved, len(self.pieces)) / EXACT
             return
         clipping = optim.clip_coefficient(norm, self.session.config.optimizer.clip_norm)
         made = Made(step - self.skipped, lr, self.gradient_unit)
-        held = self.sample.held_to_rule(self.values, values, self.gradient_sample, clipping, made)
-        self.largest["rule"][:] = self.sample.largest(held.ratios, len(self.pieces))
-        self.largest["clipping"][:] = held.clipping
+        ratios, off = self.sample.held_to_rule(self.values, values, self.gradient_sample, clipping, made)
+        self.largest["rule"][:] = self.sample.largest(ratios, len(self.pieces))
+        self.largest["clipping"][:] = off
         told = None if self.matrices is None else self.matrices.ratio(clipping, lr)
         if told is not None:
             self.largest["rule"][told[0]] = self.largest["rule"][told[0]].clamp(min=told[1])

@@ -65,7 +65,10 @@ class DeepspeedEngine(Engine):
                 model=self.model, optimizer=self.base, config=deepspeed_config(config, self.stage)
             )[0]
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)  # that a step was skipped is worth a line
-        self.main = self._main_weights()
+        zero: Any = self.engine.optimizer
+        names = ("fp32_partitioned_groups_flat", "fp32_groups_flat_partition", "single_partition_of_fp32_groups")
+        flats = next(getattr(zero, name) for name in names if hasattr(zero, name))
+        self.main: dict[str, Tensor] = {f"group{index}": flat for index, flat in enumerate(flats)}
         self.shards = find([self.engine], self.engine.optimizer).shards
         if self.compute_dtype is not torch.float32:
             with torch.no_grad():
@@ -170,12 +173,6 @@ class DeepspeedEngine(Engine):
         if self.engine is not None:
             self.engine.destroy()
             self.engine = None
-
-    def _main_weights(self) -> dict[str, Tensor]:
-        optimizer = self.engine.optimizer
-        names = ("fp32_partitioned_groups_flat", "fp32_groups_flat_partition", "single_partition_of_fp32_groups")
-        flats = next(getattr(optimizer, name) for name in names if hasattr(optimizer, name))
-        return {f"group{index}": flat for index, flat in enumerate(flats)}
 
     @torch.no_grad()
     def _publish(self) -> None:

@@ -21,8 +21,9 @@ that step is taken with a learning rate of 0, because all engines start from the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -146,15 +147,15 @@ class MegatronEngine(ShardedEngine):
         workload, device = self.workload, self.ranks.device
         dtype = TORCH_DTYPES[self.config.dtype.compute]
         module = workload.build("meta", dtype)
-        if self.shards_state and not _has_ties(module):
+        slots = [*module.named_parameters(remove_duplicate=False)]
+        if self.shards_state and len(slots) == len([*module.parameters()]):  # none is tied
             for name, part in module.named_modules():
                 if part._parameters:
-                    part.reset_parameters = _filler(part, name, workload)
+                    part.reset_parameters = partial(_fill, part, name, workload)
             return module
         module = workload.build(device, dtype)
         workload.materialise_buffers(module, device)
-        for name, param in module.named_parameters():
-            _fill(param, name, workload)
+        _fill(module, "", workload, recurse=True)
         return module
 
     def _mesh(self) -> tuple[Any, dict[str, Any]]:
@@ -218,20 +219,10 @@ def _used(buffer: Any) -> int:
     return sum(end - start for start, end in spans)
 
 
-def _has_ties(module: nn.Module) -> bool:
-    return len(list(module.named_parameters(remove_duplicate=False))) > len(list(module.named_parameters()))
-
-
-def _filler(part: nn.Module, prefix: str, workload: Workload) -> Callable[[], None]:
-    def fill() -> None:
-        for name, param in part.named_parameters(prefix, recurse=False):
-            _fill(param, name, workload)
-
-    return fill
-
-
-def _fill(param: Any, name: str, workload: Workload) -> None:
-    with torch.no_grad():
+@torch.no_grad()
+def _fill(module: nn.Module, prefix: str, workload: Workload, *, recurse: bool = False) -> None:
+    params: Iterator[tuple[str, Any]] = module.named_parameters(prefix, recurse)
+    for name, param in params:
         param.copy_(workload.initial_weight(name, param.shape))
-    param.get_high_precision_init_val = lambda: workload.initial_weight(name, param.shape)
-    param.clear_high_precision_init_val = lambda: None
+        param.get_high_precision_init_val = partial(workload.initial_weight, name, param.shape)
+        param.clear_high_precision_init_val = lambda: None

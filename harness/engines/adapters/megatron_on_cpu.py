@@ -112,5 +112,4 @@ def _uncoalesced(*_: object, **__: object) -> Iterator[_Done]:
 
 
 def _already_there(*args: Any, **options: Any) -> Any:
-    values = torch.tensor(*args, **options)
-    return SimpleNamespace(cuda=lambda: values)
+    return SimpleNamespace(cuda=functools.partial(torch.tensor, *args, **options))

@@ -33,8 +33,12 @@ class SingleEngine(ReplicatedEngine):
         self.reduced = last
         if self.sums is not None:
             self.sums.absorb()
+        if last and self.sums is not None:
+            self.sums.finish(self.num_microbatches)
+        elif last:
+            for gradient in self._gradients().values():
+                gradient.div_(self.num_microbatches)
         if last:
-            self._average()
             self.num_microbatches = 0
         return loss.detach()
 
@@ -44,13 +48,6 @@ class SingleEngine(ReplicatedEngine):
         if self.sums is not None:
             self.sums.refuse()
         return super().step(lr)
-
-    def _average(self) -> None:
-        if self.sums is not None:
-            self.sums.finish(self.num_microbatches)
-            return
-        for gradient in self._gradients().values():
-            gradient.div_(self.num_microbatches)
 
     def _norm(self, pieces: Mapping[str, Tensor]) -> float:
         if self.sums is None:

@@ -112,7 +112,7 @@ def _squares(sketches: int, arm: Float64, control: Float64, before: Float64 | No
     control's step before these; None at the first."""
 
     def columns(rows: Float64, kind: str) -> Float64:
-        found: Float64 = rows[..., [names.index(f"{kind}_{number}") for number in range(sketches)]]
+        found: Float64 = rows[..., _columns(sketches, kind)[:sketches]]
         return found
 
     def squared(left: Float64, right: Float64 | float = 0.0) -> Float64:

@@ -64,12 +64,6 @@ class Made(NamedTuple):
     gradient_unit: float
 
 
-class Held(NamedTuple):
-    ratios: Tensor
-    """Distance from the rule over the bound of rounding, by element; at most 1 if right."""
-    clipping: float
-
-
 class Sample:
     """Followed elements of one rank.
 
@@ -160,8 +154,11 @@ class Sample:
             found[:, number].index_add_(0, self.tensor_of, self._signs * moment)
         return found
 
-    def held_to_rule(self, before: Values, after: Values, gradients: Tensor, clipping: float, made: Made) -> Held:
-        """Deviation of a step from the rule, and from the clipping factor.
+    def held_to_rule(
+        self, before: Values, after: Values, gradients: Tensor, clipping: float, made: Made
+    ) -> tuple[Tensor, float]:
+        """Distance of a step from the rule over the bound of rounding, by element, at most 1 if right; and the relative
+        error of the clipping factor.
 
         If all elements, or those of each tensor, follow the rule with another factor, the rule is right and the factor
         wrong. Args: before, after: weights and moments around the step. gradients: averaged, not clipped. clipping:
@@ -171,11 +168,11 @@ class Sample:
         state = UpdateState(before.weights, *(*before.moments, nothing, nothing)[:2])
         ratios = self._ratios(state, after, clipping * gradients, made)
         if not len(ratios) or not ratios.max() > 1:
-            return Held(ratios, 0.0)
+            return ratios, 0.0
         first = after.moments[0] if after.moments else nothing
         taken = self.beside.gradient_taken(state, first, self._decays)
         if taken is None:
-            return Held(ratios, 0.0)
+            return ratios, 0.0
         if self._of_muon.any():
             taken = torch.where(self._of_muon, self.rule.gradient_taken(state, first, self._decays), taken)
         everywhere = torch.ones_like(ratios, dtype=torch.bool)
@@ -184,8 +181,8 @@ class Sample:
             factors = self._factors_taken(taken, gradients, parts, clipping)
             again = self._ratios(state, after, factors * gradients, made)
             if not again.max() > 1:
-                return Held(again, float((factors / clipping - 1).abs().max()))
-        return Held(ratios, 0.0)
+                return again, float((factors / clipping - 1).abs().max())
+        return ratios, 0.0
 
     def _factors_taken(self, taken: Tensor, gradients: Tensor, parts: list[Tensor], clipping: float) -> Tensor:
         """Factor of gradients for each element, fp64 [elements]: by part, the median over elements with gradients that

@@ -84,9 +84,7 @@ class Place:
             return cls((0, 1), (0, 1))
         if any(size != full for size, full in zip(sizes[2:], shape[2:], strict=True)):
             raise ValueError(f"a piece {list(sizes)} of {list(shape)} is cut behind its second dimension")
-        behind = 1
-        for extent in shape[2:]:
-            behind *= extent
+        behind = math.prod(shape[2:])
         begin, length = (offsets[1], sizes[1]) if len(shape) > 1 else (0, 1)
         return cls((offsets[0], offsets[0] + sizes[0]), (begin * behind, (begin + length) * behind))
 
