@@ -124,10 +124,12 @@ class Run:
     def give_up(self, problem: str) -> None:
         self.problem = problem
         LOG.warning("%s is incomplete, training goes on: %s", self.path, problem)
-        if self._watching is not None:
-            self._watching.close()
-        if self._traffic is not None:
-            self._traffic.close()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        for each in (self._watching, self._traffic):
+            if each is not None:
+                each.close()
 
     def start(self, model: nn.Module | Iterable[nn.Module], optimizer: Any, parts: Parts | None) -> None:
         folder = folder_of(self.path, self.rank)
@@ -225,10 +227,7 @@ class Run:
             return
         self._is_closed = True
         atexit.unregister(self.close)
-        if self._watching is not None:
-            self._watching.close()
-        if self._traffic is not None:
-            self._traffic.close()
+        self._let_go()
         unhandled = None if (last := _last_error()) is self._earlier else last
         reason = self.problem or reason or (f"{type(unhandled).__name__}: {unhandled}" if unhandled else "")
         if not reason:

@@ -12,6 +12,7 @@ from harness.cli.main import path
 from harness.cli.runs import located, say_next
 from harness.config.errors import refuse
 from harness.parity import StudyVerdict, against
+from harness.parity.study import unknown
 from harness.store import commands
 from harness.store.rundir import CONFIG, Store
 from harness.store.study import read_study
@@ -67,10 +68,5 @@ def _where(arguments: Namespace) -> tuple[str, str]:
     root, name = located(arguments.root, arguments.study)
     store = Store(root)
     if not store.runs(name) and (Path(name).name != name or read_study(store.root, name) is None):
-        raise refuse(
-            f"report {arguments.study}",
-            f"no study of this name was run under {root}",
-            choices=", ".join(store.studies()) or "none yet",
-            fix=commands.request("-m study=NAME"),
-        )
+        raise unknown(f"report {arguments.study}", Path(root), name)
     return root, name

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from harness.config.own import capabilities_of
 from harness.config.schema import (
@@ -94,10 +94,10 @@ def model_parameters(m: ModelConfig) -> int:
 
 
 def _decoder_parameters(m: ModelConfig) -> int:
-    router = m.num_experts * m.dim if m.family is ModelFamily.moe else 0
-    embeddings = m.vocab_size * m.dim * (1 if m.tie_embeddings else 2)
-    matrices = sum(each.rows * each.columns * each.how_many for each in projections(m))
-    return matrices + m.num_layers * (2 * m.dim + router) + embeddings + m.dim
+    is_moe, kv_dim = m.family is ModelFamily.moe, m.dim // max(1, m.num_heads) * m.num_kv_heads
+    experts, embeddings = m.num_experts if is_moe else 1, m.vocab_size * (1 if m.tie_embeddings else 2)
+    block = 2 * m.dim + 2 * kv_dim + 3 * experts * m.ffn_dim + experts * is_moe + 2
+    return (m.num_layers * block + embeddings + 1) * m.dim
 
 
 ODD_KERNEL, ODD_RANK, ODD_CELLS, ODD_TAPS = 3, 7, 3 * 5, 3
@@ -149,34 +149,3 @@ def lr_at(config: Config, step: int) -> float:
     done = (step - train.warmup_steps) / max(1, train.steps - train.warmup_steps)
     remaining = 0.5 * (1.0 + math.cos(math.pi * done)) if train.schedule is Schedule.cosine else 1.0 - done
     return peak * (train.min_lr_ratio + (1.0 - train.min_lr_ratio) * remaining)
-
-
-NAMES = ("wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down")
-"""Weights that are multiplied in 8 bits under `dtype.fp8`: the projections of attention and feed-forward, an expert's
-too, as in TransformerEngine and torchtitan. Embedding, head, norms and routers stay in the compute dtype: a lookup has
-no product, logits and routes are sensitive, and vectors are small.
-"""
-
-FAMILIES = (ModelFamily.llama, ModelFamily.moe)
-
-
-class Projection(NamedTuple):
-    """`how_many` weights of one kind, each [rows, columns]."""
-
-    name: str
-    rows: int
-    columns: int
-    how_many: int
-
-
-def projections(m: ModelConfig) -> list[Projection]:
-    if m.family not in FAMILIES:
-        return []
-    kv_dim = m.dim // max(1, m.num_heads) * m.num_kv_heads
-    experts = m.num_layers * (m.num_experts if m.family is ModelFamily.moe else 1)
-    return [
-        *(Projection(name, m.dim, m.dim, m.num_layers) for name in ("wq", "wo")),
-        *(Projection(name, kv_dim, m.dim, m.num_layers) for name in ("wk", "wv")),
-        *(Projection(name, m.ffn_dim, m.dim, experts) for name in ("w_gate", "w_up")),
-        Projection("w_down", m.dim, m.ffn_dim, experts),
-    ]

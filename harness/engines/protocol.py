@@ -12,13 +12,14 @@ from pkgutil import resolve_name
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from harness.config import capabilities
 from harness.config.schema import Config, Dtype, EngineName
 from harness.fsdp import SharpOwnership
 from harness.models.workload import TokenWorkload
 from harness.probe.step_checks.pieces import Piece
+from harness.probe.witness import Seen as Seen
 
 
 class Microbatch(NamedTuple):
@@ -45,21 +46,6 @@ class Ranks:
     def data_rank(self) -> int:
         """This rank's index among the ranks that read different data."""
         return self.rank // self.tp
-
-
-class Seen(NamedTuple):
-    """Where an engine can be observed from outside; see `harness.probe.witness`."""
-
-    module: nn.Module
-    """The module whose parameters receive autograd's local gradients, and whose submodules use its weights."""
-    divisor: int
-    """The sum of these gradients over all microbatches and ranks, divided by this, is the gradient of the step."""
-    compute: torch.dtype
-    """Dtype of the weights in the forward."""
-    shapes: Mapping[str, torch.Size] | None = None
-    """Full shapes by parameter, where the module's parameters are shards between passes."""
-    rounded: torch.dtype | None = None
-    """Dtype of weights before they are quantized to 8 bits; None: that of the main weights."""
 
 
 class Scaled(NamedTuple):

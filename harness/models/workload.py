@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from harness.config import derived
 from harness.config.derived import may_leave_unused
 from harness.config.schema import Config, ModelFamily
 from harness.fsdp import Fp8Linear
@@ -23,6 +22,13 @@ NOT_ORTHOGONALIZED = re.compile(r"(^|\.)(\w*emb\w*|wte|wpe|(\w+_)?head|output)(\
 
 RESIDUAL_PROJECTIONS = ("attention.wo.weight", "w_down.weight")
 """Suffixes of matrices that write into the residual stream; they start smaller, by 1 / sqrt(2 * num_layers)."""
+
+
+IN_8_BITS = ("wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down")
+"""Weights that are multiplied in 8 bits under `dtype.fp8`: the projections of attention and feed-forward, an expert's
+too, as in TransformerEngine and torchtitan. Embedding, head, norms and routers stay in the compute dtype: a lookup has
+no product, logits and routes are sensitive, and vectors are small.
+"""
 
 
 class TokenWorkload(ABC):
@@ -55,7 +61,7 @@ class TokenWorkload(ABC):
         Raises `ValueError`: no projections, or sizes that the recipe cannot tile.
         """
         if self.recipe is not None:
-            chosen = lambda name, _: name.rpartition(".")[2] in derived.NAMES  # noqa: E731 - a name for it says more
+            chosen = lambda name, _: name.rpartition(".")[2] in IN_8_BITS  # noqa: E731 - a name for it says more
             Fp8Linear.convert(model, self.recipe, chosen)
 
     @abstractmethod

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -47,24 +47,29 @@ def _restore(layer: Fp8Linear, own: Any) -> None:
         layer.__dict__["weight_for"] = own
 
 
+class Seen(NamedTuple):
+    """Where an engine can be observed from outside."""
+
+    module: nn.Module
+    """The module whose parameters receive autograd's local gradients, and whose submodules use its weights."""
+    divisor: int
+    """The sum of these gradients over all microbatches and ranks, divided by this, is the gradient of the step."""
+    compute: torch.dtype
+    """Dtype of the weights in the forward."""
+    shapes: Mapping[str, torch.Size] | None = None
+    """Full shapes by parameter, where the module's parameters are shards between passes."""
+    rounded: torch.dtype | None = None
+    """Dtype of weights before they are quantized to 8 bits; None: that of the main weights."""
+
+
 @dataclass
 class Witness:
     """Watches one step. A context manager around its forwards and backwards; the rest is asked afterwards.
 
-    Args:
-        module: whose own parameters autograd hands local gradients to, and whose modules look their weights up.
-        divisor: what the sum of those gradients over all microbatches and ranks must be divided by.
-        compute: dtype of the weights in the forward.
-        shapes: full shapes by parameter; those of the module by default.
-        rounded: dtype of weights before they are quantized; that of the main weights by default.
-        aside: surrounds what its hooks do (`Timers.aside`).
+    Args: aside: surrounds what its hooks do (`Timers.aside`).
     """
 
-    module: nn.Module
-    divisor: int
-    compute: torch.dtype
-    shapes: Mapping[str, torch.Size] | None = None
-    rounded: torch.dtype | None = None
+    seen: Seen
     aside: Aside = nullcontext
     checksums: dict[str, set[int]] = field(default_factory=dict)
     """Checksums of every value that a forward or backward used, by parameter."""
@@ -76,18 +81,18 @@ class Witness:
     _ending: ExitStack = field(default_factory=ExitStack)
 
     def __enter__(self) -> Witness:
-        params = named_parameters(self.module)
+        params = named_parameters(self.seen.module)
         for name, param in params.items():
             self.checksums[name] = set()
             if param.requires_grad:
                 self._sums[name] = _Sum()
         names = {id(param): name for name, param in params.items()}
-        layers = [each for each in self.module.modules() if isinstance(each, Fp8Linear)]
+        layers = [each for each in self.seen.module.modules() if isinstance(each, Fp8Linear)]
         self._quantized = {names[id(layer.weight)]: layer for layer in layers if layer.is_held}
         for name, layer in self._quantized.items():
             self._ending.callback(_restore, layer, layer.__dict__.get("weight_for"))
             layer.__dict__["weight_for"] = partial(self._multiplied, name, layer, layer.weight_for)
-        self._ending.enter_context(ParameterHooks(self.module, self._gradient, self._forward, self.aside))
+        self._ending.enter_context(ParameterHooks(self.seen.module, self._gradient, self._forward, self.aside))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -122,7 +127,7 @@ class Witness:
 
         Call it once: the sums are used up.
         """
-        shapes = self.shapes or {name: param.shape for name, param in named_parameters(self.module).items()}
+        shapes = self.seen.shapes or {name: param.shape for name, param in named_parameters(self.seen.module).items()}
         totals = {
             name: torch.zeros(shapes[name], dtype=torch.float64) if held.total is None else held.total
             for name, held in self._sums.items()
@@ -134,10 +139,9 @@ class Witness:
                 work.wait()
             if dist.get_rank(group) != 0:
                 return []
-        terms = (squares.sqrt() / self.divisor).tolist()
-        return [
-            (name, total.div_(self.divisor), term) for (name, total), term in zip(totals.items(), terms, strict=True)
-        ]
+        divisor = self.seen.divisor
+        terms = (squares.sqrt() / divisor).tolist()
+        return [(name, total.div_(divisor), term) for (name, total), term in zip(totals.items(), terms, strict=True)]
 
     def kept(self, weights: Iterable[tuple[str, Tensor]]) -> list[int]:
         """A checksum of what each entry of `checksums` should be: of the main weights as a forward should see them,
@@ -148,9 +152,9 @@ class Witness:
     def _as_seen(self, name: str, weight: Tensor) -> tuple[Tensor, ...]:
         layer = self._quantized.get(name)
         if layer is None:
-            return (weight.to(self.compute),)
-        if self.rounded is not None:
-            weight = weight.to(self.rounded)
+            return (weight.to(self.seen.compute),)
+        if self.seen.rounded is not None:
+            weight = weight.to(self.seen.rounded)
         if name not in self._in_8_bits:
             return (weight,)
         found = layer.quantize_weight(weight)

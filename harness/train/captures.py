@@ -55,7 +55,7 @@ class Captures(Callback):
                     self._keep("moment", whole_moments(self.session, self.control, entries))
         if step in self.steps:
             self._batches, seen = batches, engine.seen()
-            self._witness = None if seen is None else Witness(*seen, self.session.meters.timers.aside)
+            self._witness = None if seen is None else Witness(seen, self.session.meters.timers.aside)
 
     def watch(self, step: int, engine: Engine) -> AbstractContextManager[Any]:
         return self._witness or nullcontext()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -62,20 +63,15 @@ class Outcome:
 
 def timed_workload(inner: Workload, timers: Timers, alive: Callable[[], None] = lambda: None) -> Workload:
     """The workload with its `loss` in a `forward` span, and with each of its initial weights calling `alive`."""
-    return cast("Workload", _Timed(inner, timers, alive))
 
+    def initial_weight(name: str, shape: torch.Size) -> Tensor:
+        alive()
+        return inner.initial_weight(name, shape)
 
-class _Timed:
-    def __init__(self, inner: Workload, timers: Timers, alive: Callable[[], None]) -> None:
-        self.inner, self.timers, self.alive = inner, timers, alive
+    def loss(model: nn.Module, batch: Microbatch) -> Tensor:
+        with timers.span("forward"):
+            return inner.loss(model, batch)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
-
-    def initial_weight(self, name: str, shape: torch.Size) -> Tensor:
-        self.alive()
-        return self.inner.initial_weight(name, shape)
-
-    def loss(self, model: nn.Module, batch: Microbatch) -> Tensor:
-        with self.timers.span("forward"):
-            return self.inner.loss(model, batch)
+    made = copy(inner)
+    vars(made).update(initial_weight=initial_weight, loss=loss)
+    return made

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from harness.engines.base.plain import shadow_weights
-from harness.probe.witness import SEVERAL, UNSEEN, Witness, checksum, wrong_weights
+from harness.probe.witness import SEVERAL, UNSEEN, Seen, Witness, checksum, wrong_weights
 from tests.support.spawn import run_ranks
 
 
@@ -44,7 +44,7 @@ def step(model: nn.Module, witness: Witness, batches: int = 3) -> None:
 
 
 def test_local_gradients_add_up_to_what_autograd_accumulated(model: Twice) -> None:
-    witness = Witness(model, 3, torch.float32)
+    witness = Witness(Seen(model, 3, torch.float32))
     step(model, witness)
     found = {name: tensor for name, tensor, _ in witness.gradients(None)}
     trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
@@ -60,7 +60,7 @@ def test_a_gradient_in_other_strides_is_added_by_element() -> None:
     weight = nn.Parameter(torch.ones(2, 3))
     model = nn.Module()
     model.weight = weight
-    with Witness(model, 1, torch.float32) as witness:
+    with Witness(Seen(model, 1, torch.float32)) as witness:
         (weight.t() * torch.arange(6.0).view(3, 2)).sum().backward()
     [(_, tensor, _)] = witness.gradients(None)
     assert tensor.is_contiguous()
@@ -71,7 +71,7 @@ def two_witnesses(rank: int) -> tuple[list[tuple[str, Tensor, float]], dict[str,
     """What a rank is told, and the gradients that autograd accumulated on it. The ranks see different data."""
     torch.manual_seed(0)
     model = Twice().double()
-    witness = Witness(model, 2, torch.float64)
+    witness = Witness(Seen(model, 2, torch.float64))
     with witness:
         for seed in (rank, rank + 2):
             x = torch.randn(4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
@@ -90,7 +90,7 @@ def test_the_first_rank_is_told_the_sum_over_ranks() -> None:
 
 
 def test_terms_are_the_norms_of_what_was_added(model: Twice) -> None:
-    witness = Witness(model, 1, torch.float32)
+    witness = Witness(Seen(model, 1, torch.float32))
     norms = []
     with witness:
         for seed in range(2):
@@ -108,7 +108,7 @@ def test_weights_of_the_forward_are_those_of_the_model(model: Twice, dtype: torc
     """Also a cast copy of them."""
     if dtype is torch.bfloat16:
         shadow_weights(model, dtype)
-    with Witness(model, 1, dtype) as witness:
+    with Witness(Seen(model, 1, dtype)) as witness:
         for _ in range(3):
             model(torch.ones(1, 3, dtype=dtype)).sum().backward()
     names = list(witness.checksums)
@@ -117,7 +117,7 @@ def test_weights_of_the_forward_are_those_of_the_model(model: Twice, dtype: torc
 
 
 def test_weights_that_change_within_a_step_are_named(model: Twice) -> None:
-    witness = Witness(model, 1, torch.float32)
+    witness = Witness(Seen(model, 1, torch.float32))
     with witness:
         for _ in range(2):
             model(torch.ones(1, 3)).sum().backward()
