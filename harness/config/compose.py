@@ -78,19 +78,13 @@ def register() -> None:
     ConfigStore.instance().store(group="hydra", name="config", node=HydraConf(defaults=ours), provider="harness")
 
 
-def compose_cell(cfg: DictConfig, overrides: Sequence[str], *, earlier: Sequence[str] = ()) -> Cell:
-    """Freeze a composed configuration.
-
-    Args: overrides: the request as typed, `key=value` each. earlier: overrides of the frozen cell it starts from;
-    recorded, but exempt from rules on typed settings.
-
-    Raises `BadRequest` with every violation; nothing was written or started.
-    """
+def compose_cell(cfg: DictConfig, overrides: Sequence[str]) -> Cell:
+    """Freeze a composed configuration. Args, Raises: as `freeze`."""
     values = plain(cfg, resolve=False)
     try:
-        return freeze(values, overrides, earlier=earlier)
+        return freeze(values, overrides)
     except BadRequest as error:
-        refused = functools.partial(_refused, values, [*earlier, *overrides])
+        refused = functools.partial(_refused, values, overrides)
         raise BadRequest(completed(error.violations, refused)) from None
 
 
@@ -108,7 +102,13 @@ def _refused(values: Mapping[str, Any], overrides: Sequence[str], words: Sequenc
 
 
 def freeze(values: Mapping[str, Any], overrides: Sequence[str], *, earlier: Sequence[str] = ()) -> Cell:
-    """Resolve plain values, type them, apply every rule. Args, Raises: as `compose_cell`."""
+    """Resolve plain values, type them, apply every rule.
+
+    Args: overrides: the request as typed, `key=value` each. earlier: overrides of the frozen cell it starts from;
+    recorded, but exempt from rules on typed settings.
+
+    Raises `BadRequest` with every violation; nothing was written or started.
+    """
     config, beyond = load_within(_resolved(values))
     _anchor_paths(config)
     typed = any(text.startswith("train.warmup_steps=") for text in (*earlier, *overrides))

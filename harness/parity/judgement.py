@@ -28,7 +28,7 @@ from harness.parity.tiers.comparable import Admission, admissible, unlisted
 from harness.parity.tiers.divergence import Apart, apart
 from harness.parity.tiers.envelope import Envelope
 from harness.parity.tiers.gradients import Mismatch, TensorPair, compared, names, pool
-from harness.parity.tiers.trajectory import Perturbation, Span, grown, listed, stable_until
+from harness.parity.tiers.trajectory import Perturbation, grown, listed, stable_until
 
 CAST_FIRST = "casts weights before it quantizes them, by design of FSDP2: forwards are not held to the same bits"
 
@@ -183,10 +183,6 @@ class Judgement:
         )
 
     @cached_property
-    def span(self) -> Span:
-        return Span(self.last, min(self.last, self.last_stable))
-
-    @cached_property
     def push(self) -> Perturbation:
         observed = pool(self.pairs[1]).distance if 1 in self.steps and self.last else None
         optimizer = str(self.control.config["optimizer.name"])
@@ -236,7 +232,7 @@ class Judgement:
             kinds += numeric.first_step(self.pairs[1], self.mismatches[1], self.envelope, factors)
         kinds += forward.check(self.arm, self.control, self.envelope) if self.last else []
         kinds += self._captured(usable)
-        steps = trajectory.check(self.arm, self.control, self.envelope, self.push, self.span)
+        steps = trajectory.check(self.arm, self.control, self.envelope, self.push, self.last, self.last_stable)
         kinds += [[f for f in kind if f.step == 1 or not self._is_certain(f.step)] for kind in steps]
         kinds += self._jumps()
         if self.certain:
@@ -245,7 +241,7 @@ class Judgement:
         return self._placed([kind for kind in kinds if kind])
 
     def losses(self) -> list[Finding]:
-        parts = trajectory.losses(self.arm, self.control, self.envelope, self.push, self.span)
+        parts = trajectory.losses(self.arm, self.control, self.envelope, self.push, self.last, self.last_stable)
         return [finding for part in parts for finding in part.every()]
 
     def _is_certain(self, step: int | None) -> bool:

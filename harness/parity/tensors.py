@@ -139,7 +139,8 @@ def read(folder: Path, steps: Sequence[int] | None, updates: Sequence[int] | Non
     if steps is not None:
         found.plan = Captured(tuple(steps), tuple(updates or ()))
     elif plans or is_former:
-        found.plan = _planned(plans[0] if plans else _read_plan(folder, found.problems))
+        plan = plans[0] if plans else _read_plan(folder, found.problems) or {"gradients": (), "updates": ()}
+        found.plan = Captured(tuple(plan["gradients"]), tuple(plan["updates"]))
     elif files and all(headers.values()):
         found.problems.append(f"no step of {folder} has a plan: which steps were to be captured is not known")
     if is_former:
@@ -195,12 +196,6 @@ def _read_plan(folder: Path, problems: list[str]) -> Mapping[str, Any] | None:
     if facts is None:
         problems.append(f"{path} is missing: which steps were to be captured is not known")
     return facts
-
-
-def _planned(facts: Mapping[str, Any] | None) -> Captured:
-    if facts is None:
-        return Captured()
-    return Captured(tuple(facts["gradients"]), tuple(facts["updates"]), facts["num_bytes"], facts["left_out"])
 
 
 def _take(found: Steps, step: int, header: _Header) -> None:

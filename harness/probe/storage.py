@@ -24,7 +24,7 @@ import ctypes
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -154,7 +154,9 @@ class _Threads:
         self._lock = threading.Lock()
         self._active = True
         self._joined = threading.local()
-        self._calls = _child_calls()
+        library = _library("libtorch_cpu")
+        self._join, self._part = (getattr(library, symbol) for symbol in (ENABLE, DISABLE))
+        self._join.restype = self._part.restype = None
         self._before = threading.getprofile()
         threading.setprofile(self._on_event)
 
@@ -168,20 +170,13 @@ class _Threads:
         with self._lock:
             if self._active and not joined:
                 self._joined.yes = True
-                self._calls[0]()
+                self._join()
                 return
         if not self._active:
             sys.setprofile(None)
             if joined:
-                self._calls[1]()
+                self._part()
                 _clear_callbacks()
-
-
-def _child_calls() -> tuple[Callable[[], None], Callable[[], None]]:
-    library = _library("libtorch_cpu")
-    begin, end = (getattr(library, symbol) for symbol in (ENABLE, DISABLE))
-    begin.restype = end.restype = None
-    return begin, end
 
 
 def _library(name: str) -> ctypes.CDLL:

@@ -221,14 +221,14 @@ class Store:
         except StoreError:
             return False
 
-    def study_lock(self, study: str, *, timeout_s: float = 60.0) -> Lock:
+    def study_lock(self, study: str) -> Lock:
         """Lock under which cells of a study are examined and started: two requests start each cell once."""
         folder = self.root / study
         self.claim()
         folder.mkdir(SHARED, exist_ok=True)
-        lock = Lock.acquire(folder / ".lock", timeout_s=timeout_s)
+        lock = Lock.acquire(folder / ".lock", timeout_s=60.0)
         if lock is None:
-            raise Busy(f"another process has been starting runs of {folder} for {timeout_s:g} s; wait for it")
+            raise Busy(f"another process has been starting runs of {folder} for 60 s; wait for it")
         return lock
 
     def remember(self, run: RunDir) -> None:

@@ -36,13 +36,13 @@ _NAMES = {
 }
 
 
-def fault(value: Any, shape: Shape, at: str = "") -> str:
+def fault(value: Any, shape: Shape) -> str:
     """Why `value` does not have this shape, in a sentence; empty if it does."""
     wrong = _fault(value, shape)
     if wrong is None:
         return ""
     *keys, said = wrong
-    return f"{'.'.join([at] * bool(at) + keys) or 'it'} {said}"
+    return f"{'.'.join(keys) or 'it'} {said}"
 
 
 def _fault(value: Any, shape: Shape) -> tuple[str, ...] | None:

@@ -194,8 +194,6 @@ def try_model(kind: type, config: Config) -> dict[str, Any]:
 
 
 def _check_built(model: nn.Module, parameters: Mapping[str, Tensor], units: tuple[type, ...]) -> None:
-    if not any(param.requires_grad for param in parameters.values()):
-        raise Unusable("has no parameter to train")
     for name, tensor in (*parameters.items(), *model.named_buffers()):
         if tensor.device.type != "meta":
             fix = "make it with device=device, so that nothing is allocated where the model is only planned"
@@ -263,14 +261,10 @@ def try_optimizer(kind: type, config: Config) -> dict[str, Any]:
             f"keeps {names or 'nothing'} of a weight, and declares {', '.join(sorted(declared)) or 'nothing'}",
             fix=f"entries = ({names}{',' if names else ''}) in the class, each zeros at first, so that it can be saved",
         )
-    return {"elementwise": _steps_elementwise(kind) or hasattr(optimizer, "needs_whole")}
-
-
-def _steps_elementwise(kind: Any) -> bool:
-    """True if an optimizer class declares it, or inherits `step`, which torch wraps, of one of `ELEMENTWISE`."""
-    step = inspect.unwrap(kind.step)
+    step = inspect.unwrap(optimizer.step)  # which torch wraps; of a class that inherits it, its base's
     known = step.__module__.startswith("torch.optim") and step.__qualname__.split(".")[0] in ELEMENTWISE
-    return known or bool(getattr(kind, "elementwise", False))
+    declares = getattr(kind, "elementwise", False) or hasattr(optimizer, "needs_whole")
+    return {"elementwise": known or bool(declares)}
 
 
 TRIALS: Mapping[str, Callable[..., dict[str, Any]]] = {

@@ -23,7 +23,6 @@ from harness.parity.tiers.arithmetic import Arithmetic
 from harness.parity.tiers.comparable import Admission
 from harness.parity.tiers.envelope import Envelope
 from harness.parity.tiers.gradients import Block, Pooled, TensorPair
-from harness.parity.tiers.trajectory import Span
 from harness.store.rundir import flatten
 from tests.parity.arms import Arm, broken
 from tests.parity.conftest import Bench
@@ -229,7 +228,7 @@ MUTANTS: dict[str, tuple[str, str, Callable[[Any], Any]]] = {
     "no pooled scale": ("numeric", "_scale", lambda check: no_scale(check, Pooled)),
     "standard errors are naive": ("gradients", "_standard_error", lambda _: lambda *a: 0.0),
     "no losses": ("trajectory", "losses", lambda _: empty),
-    "no norms": ("trajectory", "_norms", lambda check: lambda a, c, e, p, s: check(a, c, e, p, Span(0, 0))),
+    "no norms": ("trajectory", "_norms", lambda check: lambda a, c, e, p, _: check(a, c, e, p, 0)),
     "no updates": ("numeric", "update_sizes", lambda _: empty),
     "updates a hundred times as wide": (
         "numeric",

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
-from numpy.typing import NDArray
 
 from harness.parity.tensors import Capture, Float64
 
@@ -169,15 +167,9 @@ def _standard_error(rest: Float64, c: Float64, square: float) -> float:
     return max((length(products.sum(axis)) / square for axis in axes), default=0.0)
 
 
-@lru_cache(maxsize=256)
-def _edges(size: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Where pieces begin, and how many elements each has."""
-    edges = np.unique(np.linspace(0, size, min(BLOCKS, size) + 1).astype(np.int64))
-    return edges[:-1], np.diff(edges)
-
-
 def _worst_block(apart: Float64, squares: Float64, square: float) -> Block:
-    begins, sizes = _edges(squares.size)
+    edges = np.unique(np.linspace(0, squares.size, min(BLOCKS, squares.size) + 1).astype(np.int64))
+    begins, sizes = edges[:-1], np.diff(edges)
     off, own = (np.add.reduceat(values, begins) for values in (apart, squares))
     distances = np.sqrt(off / ((own + square * sizes / squares.size) / 2))
     worst = int(distances.argmax())

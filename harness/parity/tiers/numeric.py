@@ -26,7 +26,7 @@ from harness.parity.tiers.trajectory import EXPECTED_GROWTH, MOST_GROWTH, Pertur
 from harness.store.check_stream import Stream, tensor_columns
 
 CEILING = 0.5
-"""Largest allowed distance at which later captured steps are judged."""
+"""Largest allowed distance at which later captured steps, and sizes of updates, are judged."""
 
 EXPERT = re.compile(r".*?\bexperts\.\d+\.")
 
@@ -167,10 +167,6 @@ def _scale(of: TensorPair | Pooled, envelope: Envelope, factors: Sequence[tuple[
     return measured(check, Stage.gradient, abs(of.b), allowed, refuted, step=1, tensor=tensor, note=why)
 
 
-UPDATE_CEILING = 0.5
-"""Largest allowed error of an update's size at which it is judged."""
-
-
 def update_sizes(
     step: int,
     pairs: Sequence[TensorPair],
@@ -187,7 +183,7 @@ def update_sizes(
     found = []
     for pair in pairs:
         allowed, refuted = _bounds_of_size(step, pair, envelope, runs, gradients.get(pair.name))
-        if allowed > UPDATE_CEILING:
+        if allowed > CEILING:
             continue
         ratio = pair.arm_norm / pair.norm if pair.norm else math.inf if pair.arm_norm else 1.0
         off, why = abs(ratio - 1.0), partial(_explain_size, ratio, step, allowed, runs[1])

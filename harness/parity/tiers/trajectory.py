@@ -78,24 +78,16 @@ ROUNDED = 4 * UNIT["fp32"]
 """Largest difference of a logged number of equal runs: a mean or a root of sums in fp32."""
 
 
-@dataclass(frozen=True)
-class Span:
-    """Judged steps.
+def check(
+    arm: Record, control: Record, envelope: Envelope, push: Perturbation, last: int, last_stable: int
+) -> list[list[Finding]]:
+    """Findings of all steps, a list a kind: loss, gradient norm.
 
-    last: before any non-finite value. last_stable: last with bounded growth.
+    Args: last: last step before any non-finite value. last_stable: last with bounded growth.
     """
-
-    last: int
-    last_stable: int
-
-
-def check(arm: Record, control: Record, envelope: Envelope, push: Perturbation, span: Span) -> list[list[Finding]]:
-    """Findings of all steps, a list a kind: loss, gradient norm."""
-    kinds = [
-        *(each.findings() for each in losses(arm, control, envelope, push, span)),
-        _norms(arm, control, envelope, push, span).findings(),
-    ]
-    return [findings for findings in kinds if findings]
+    series = losses(arm, control, envelope, push, last, last_stable)
+    series.append(_norms(arm, control, envelope, push, min(last, last_stable)))
+    return [findings for each in series if (findings := each.findings())]
 
 
 def _pairs(key: str, arm: Record, control: Record, last: int) -> tuple[Int64, Float64, Float64]:
@@ -111,9 +103,11 @@ def relative(left: Float64, right: Float64) -> Float64:
     return off
 
 
-def losses(arm: Record, control: Record, envelope: Envelope, push: Perturbation, span: Span) -> list[Series]:
-    """Losses of step 1, and of the later ones, which depend on the updates before."""
-    steps, left, right = _pairs("loss", arm, control, span.last)
+def losses(
+    arm: Record, control: Record, envelope: Envelope, push: Perturbation, last: int, last_stable: int
+) -> list[Series]:
+    """Losses of step 1, and of the later ones, which depend on the updates before. Args: as of `check`."""
+    steps, left, right = _pairs("loss", arm, control, last)
     if not len(steps):
         return []
     moved = np.maximum(np.abs(right - right[0]), np.abs(np.diff(right, prepend=right[:1])))
@@ -123,15 +117,15 @@ def losses(arm: Record, control: Record, envelope: Envelope, push: Perturbation,
     allowed = envelope.loss + np.minimum(drift * growths(EXPECTED_GROWTH, steps), LOSS_CEILING)
     most = np.maximum(drift * growths(MOST_GROWTH, steps), np.where(steps > 2, grown(observed, ROUNDED), 0.0))
     refuted = np.maximum(allowed, REFUTED * (envelope.loss + envelope.rerouted_loss + most))
-    hot = steps > span.last_stable
+    hot = steps > last_stable
     allowed, refuted = np.where(hot, max(LOSS_CEILING, envelope.loss), allowed), np.where(hot, np.inf, refuted)
     series = Series(LOSS, Stage.forward, steps, observed, allowed, refuted)
     later = replace(series, stage=Stage.optimizer, since=Stage.weights)
     return [series.at(steps == 1), later.at(steps > 1)]
 
 
-def _norms(arm: Record, control: Record, envelope: Envelope, push: Perturbation, span: Span) -> Series:
-    steps, left, right = _pairs("grad_norm", arm, control, min(span.last, span.last_stable))
+def _norms(arm: Record, control: Record, envelope: Envelope, push: Perturbation, last: int) -> Series:
+    steps, left, right = _pairs("grad_norm", arm, control, last)
     drift = push.weights * growths(EXPECTED_GROWTH, steps)
     observed = relative(left, right)
     most = np.maximum(push.weights * growths(MOST_GROWTH, steps), np.where(steps > 2, grown(observed, ROUNDED), 0.0))
