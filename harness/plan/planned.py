@@ -37,7 +37,10 @@ def planned(values: dict[str, Any], records: Records | None = None) -> dict[str,
     """The plan of a frozen configuration, or why there is none. records: those of other cells, which it may share."""
     config = load_config(values)
     why = refusal(config)
-    return plan(config, records) if why is None else {"refused": why}
+    try:
+        return plan(config, records) if why is None else {"refused": why}
+    except (ValueError, NotImplementedError) as error:  # as a rank says it
+        return {"refused": str(error)}
 
 
 def totals(config: Config) -> dict[str, int | None] | None:

@@ -23,12 +23,6 @@ from typing import Any
 
 
 @dataclass
-class Registered:
-    count: int = 0
-    bytes: int = 0
-
-
-@dataclass
 class NcclFacts:
     """Facts of a log; missing ones are None, False or empty."""
 
@@ -38,7 +32,7 @@ class NcclFacts:
     """Most NVLink SHARP channels of a communicator; 0 if unused."""
     collnet_connected: bool = False
     """True if a communicator owns InfiniBand SHARP; see [Note: Channels that prove nothing]."""
-    registered: dict[str, Registered] = field(default_factory=dict)
+    registered: dict[str, dict[str, int]] = field(default_factory=dict)
     """Buffers that were registered: by the program (user), and as symmetric windows (symmetric)."""
     choices: dict[str, list[str]] = field(default_factory=dict)
     """By kind of collective what ran it: an algorithm and protocol, a symmetric kernel, or the copy engines."""
@@ -83,8 +77,8 @@ def _note(facts: NcclFacts, told: Mapping[str, str]) -> None:
     facts.nvls_channels = max(facts.nvls_channels, int(told.get("channels", 0)))
     facts.collnet_connected |= "collnet" in told
     for kind in REGISTERED & told.keys():
-        entry = facts.registered.setdefault(kind, Registered())
-        entry.count, entry.bytes = entry.count + 1, entry.bytes + int(told[kind])
+        entry = facts.registered.setdefault(kind, {"count": 0, "bytes": 0})
+        entry["count"], entry["bytes"] = entry["count"] + 1, entry["bytes"] + int(told[kind])
     if "kind" in told:
         of_kernel = f"symmetric {told['kernel']}" if "kernel" in told else "copy engine"
         name = f"{told['algo']}/{told['proto']}".upper() if "algo" in told else of_kernel

@@ -13,7 +13,7 @@ import socket
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import psutil
 
@@ -61,7 +61,7 @@ class Bench:
 
     def facts(self) -> dict[str, Any]:
         """Facts for the summary, on rank 0. Collective over all ranks."""
-        own = Clocks(*(now - before for now, before in zip(_clocks(), self.began, strict=True)))
+        wall_s, machine_s, process_s = (now - before for now, before in zip(_clocks(), self.began, strict=True))
         timed = self.session.meters.memory.timed()
         if timed is not None:
             found = timed._asdict()
@@ -69,7 +69,7 @@ class Bench:
                 del found["outside"]  # nobody can tell whose it is
             self._gather(self.session.config.train.steps, found)
         digest = hashlib.blake2b(socket.gethostname().encode(), digest_size=8).digest()
-        rows = self.control.gather([int.from_bytes(digest, "little", signed=True), round(own.process_s * 1e6)])
+        rows = self.control.gather([int.from_bytes(digest, "little", signed=True), round(process_s * 1e6)])
         here = sum(microseconds for host, microseconds in rows if host == rows[0][0]) / 1e6
         return {
             "tensor_bytes": self.tensor_bytes,
@@ -77,8 +77,8 @@ class Bench:
             "load": {
                 "at_start": self.load_at_start,
                 "at_end": os.getloadavg()[0],
-                "others_cores": max(0.0, own.machine_s - here) / own.wall_s,
-                "timed_s": own.wall_s,
+                "others_cores": max(0.0, machine_s - here) / wall_s,
+                "timed_s": wall_s,
             },
         }
 
@@ -92,13 +92,8 @@ OTHERS = ("user", "nice", "system", "irq", "softirq", "steal")
 """Busy fields of the system's processor times; stolen time is another machine's work on these cores."""
 
 
-class Clocks(NamedTuple):
-    wall_s: float
-    machine_s: float
-    process_s: float
-
-
-def _clocks() -> Clocks:
+def _clocks() -> tuple[float, float, float]:
+    """Seconds of the wall, of the machine's busy processors, and of this process."""
     times = psutil.cpu_times()
     machine = sum(getattr(times, field, 0.0) for field in OTHERS)
-    return Clocks(time.perf_counter(), machine, time.process_time())
+    return time.perf_counter(), machine, time.process_time()

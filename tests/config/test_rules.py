@@ -42,9 +42,6 @@ dtype.main_grads=bf16 | dtype.main_grads | dtype.allow_low_precision_grads=true 
 dtype.grad_accum=bf16 | dtype.grad_accum | dtype.grad_accum=fp32 | dtype=bf16_comm
 engine=fsdp2 sharding=optim | sharding.strategy | sharding=optim_grads | engine=fsdp2 sharding=optim_grads
 engine=deepspeed mesh=two_by_two | sharding.strategy | engine=native | engine=native mesh=two_by_two
-numerics=exact dtype=bf16_comm | numerics.mode | dtype.grad_comm=fp32 | numerics=exact dtype=bf16
-numerics=exact dtype=fp64 | numerics.mode | dtype=fp32 | numerics=exact
-numerics=exact numerics.exact_bits=60 | numerics.exact_bits | exact_bits=59 | numerics=exact
 numerics.exact_bits=40 | numerics.exact_bits | numerics=exact | numerics=exact numerics.exact_bits=40
 engine=fsdp2 mesh.world_size=4 mesh.dp_outer=3 | mesh.dp_outer | mesh.world_size=3 | mesh.dp_outer=1
 sharding=hsdp | sharding | mesh=two_by_two | engine=fsdp1 sharding=hsdp mesh=two_by_two

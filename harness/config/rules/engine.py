@@ -214,27 +214,6 @@ bits_do_not_depend_on_cuts = refusal(
 """torch's 16-bit add with a factor rounds differently at the end of a tensor: only AdamW steps without it."""
 
 
-@rule("numerics.exact_bits", "train.global_batch_size", "train.microbatch_size")
-def integers_are_possible(request: Request) -> Iterator[Violation]:
-    """Gradients for integer sums have one dtype, fp32 or narrower, and room for the sum of a step."""
-    config = request.config
-    if config.numerics.mode is not Numerics.exact:
-        return
-    d = config.dtype
-    if d.grad_comm is not d.main_grads or d.main_grads.bytes > 4:
-        yield request.wrong(
-            "numerics.mode dtype.main_grads dtype.grad_comm",
-            "sends 64-bit integers and rounds once, to dtype.main_grads",
-            "dtype.grad_comm equal to dtype.main_grads, fp32 or narrower",
-            f"dtype.grad_comm={d.main_grads.name}" if d.main_grads.bytes <= 4 else "dtype=fp32, or dtype=bf16",
-        )
-    terms, bits = global_microbatches(config), config.numerics.exact_bits
-    most = 61 - max(terms - 1, 0).bit_length()
-    if bits > most:
-        problem = f"leaves no room for a gradient of 1 in a sum of {terms} microbatches"
-        yield request.wrong("numerics.exact_bits", problem, f"0 to {most}", f"numerics.exact_bits={most}")
-
-
 @rule("model.skip_idle")
 def idle_parameters_are_taken(request: Request) -> Iterator[Violation]:
     config, can = request.config, request.can

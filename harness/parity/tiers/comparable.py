@@ -298,13 +298,10 @@ def as_stepped(run: Record) -> Record:
         run,
         captures={step: _times(capture, float(factors[step - 1])) for step, capture in run.captures.items()},
         columns={**run.columns, "grad_norm": (norms * factors).tolist()},
-        stream=run.stream and _Stepped(**_fields(run.stream), factors=factors),
+        stream=run.stream
+        and _Stepped(**{each.name: getattr(run.stream, each.name) for each in fields(Stream)}, factors=factors),
         as_recorded=run,
     )
-
-
-def _fields(stream: Stream) -> dict[str, Any]:
-    return {each.name: getattr(stream, each.name) for each in fields(Stream)}
 
 
 def _times(capture: Capture, factor: float) -> Capture:
