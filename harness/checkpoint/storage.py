@@ -137,7 +137,11 @@ def load_into(_: str, stored: Tensor, target: Tensor) -> None:
 
 def is_loaded(stored: Tensor, target: Tensor) -> bool:
     """True if the target has the bits that `load_into` gives it."""
-    return _same_bits(target, stored.to(target.dtype).to(target.device))
+    cast = stored.to(target.dtype).to(target.device)
+    flat = [each.contiguous().reshape(-1).view(torch.uint8) for each in (target, cast)]
+    if all(each.numel() % 8 == 0 and each.data_ptr() % 8 == 0 for each in flat):
+        flat = [each.view(torch.int64) for each in flat]  # compared eight times as fast
+    return torch.equal(*flat)
 
 
 def held_chunk(file: Any, chunk: Chunk, dtype: torch.dtype) -> Tensor:
@@ -165,10 +169,3 @@ def whole_tensor(folder: Path, entry: TensorEntry) -> Tensor:
             place = tuple(slice(o, o + s) for o, s in zip(chunk.offsets, chunk.sizes, strict=True))
             whole[place].copy_(held_chunk(file, chunk, whole.dtype))
     return whole
-
-
-def _same_bits(one: Tensor, other: Tensor) -> bool:
-    flat = [each.contiguous().reshape(-1).view(torch.uint8) for each in (one, other)]
-    if all(each.numel() % 8 == 0 and each.data_ptr() % 8 == 0 for each in flat):
-        flat = [each.view(torch.int64) for each in flat]  # compared eight times as fast
-    return torch.equal(*flat)

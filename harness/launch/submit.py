@@ -91,11 +91,12 @@ class _Request:
         except (StoreError, OSError) as error:
             if not self._several:
                 raise
-            self._on_decision(cell, Decision(Action.leave, f"not started: {error}"))
+            self._say(cell, f"not started: {error}")
             return [EXIT_BUSY if isinstance(error, Busy) else 1]
 
     def _submit(self, cells: Sequence[Cell]) -> list[int]:
-        for array in submission.submit_cells(self._store, cells, self._sources, self._jobs, self._on_decision):
+        told = lambda cell, decision: self._say(cell, decision.why)  # noqa: E731 - of each cell
+        for array in submission.submit_cells(self._store, cells, self._sources, self._jobs, told):
             self._terminal.line(f"submitted {array}")
         if not any(cell.config["launch"]["wait"] for cell in cells):
             return []
@@ -113,14 +114,11 @@ class _Request:
         """Exit code of a cell that is run here and now; none if it is done."""
         opened = open_here(self._store, cell, self._sources, self._jobs)
         if isinstance(opened, Decision):
-            self._on_decision(cell, opened)
+            self._say(cell, opened.why)
             return [EXIT_BUSY] if opened.action is Action.leave else []
         ended = run(*opened, self._on_start(opened[0]))
         self._on_end(opened[0], ended)
         return [ended.exit_code]
-
-    def _on_decision(self, cell: Cell, decision: Decision) -> None:
-        self._say(cell, decision.why)
 
     def _say(self, cell: Cell, text: str) -> None:
         self._terminal.line(f"{self._place(cell)}{self._store.path_of(cell)}: {text}")

@@ -21,16 +21,8 @@ class Outcome(Enum):
     @property
     def exit_code(self) -> int:
         """0 EQUAL and EQUIVALENT, 1 DIFFERENT, 3 UNDECIDED, 4 NOT_COMPARABLE."""
-        return EXIT_CODES[self]
+        return {Outcome.DIFFERENT: 1, Outcome.UNDECIDED: 3, Outcome.NOT_COMPARABLE: 4}.get(self, 0)
 
-
-EXIT_CODES = {
-    Outcome.EQUAL: 0,
-    Outcome.EQUIVALENT: 0,
-    Outcome.DIFFERENT: 1,
-    Outcome.UNDECIDED: 3,
-    Outcome.NOT_COMPARABLE: 4,
-}
 
 SEVERITY = (Outcome.DIFFERENT, Outcome.NOT_COMPARABLE, Outcome.UNDECIDED, Outcome.EQUIVALENT, Outcome.EQUAL)
 """Outcome of a study: the first of these that any arm got."""
