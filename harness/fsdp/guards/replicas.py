@@ -177,7 +177,7 @@ def check_plan(module: nn.Module, groups: Groups, tensor: dist.ProcessGroup | No
         if len(both) > 1:
             raise UnknownPlan(
                 f"ranks {sorted(both)} are on the tensor-parallel axis and on the sharding one ({axis}) at once: give"
-                " device_mesh=mesh, dp_shard_dim='dp', tp_dim='tp' of one mesh, cut over mesh['tp']"
+                " device_mesh=mesh, dp_shard_dim='dp', tp_dim='tp' of a mesh with mesh_dim_names=('dp', 'tp')"
             )
 
 
