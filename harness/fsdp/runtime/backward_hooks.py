@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from harness.fsdp.runtime.gather import GatherPipeline
-from harness.fsdp.runtime.readiness import Call, begin_backward, could_reach, due_among
+from harness.fsdp.runtime.readiness import NUMBERS, Call, begin_backward, could_reach, due_among
 from harness.fsdp.runtime.reduce import ReducePipeline
 from harness.fsdp.runtime.units import Unit, buckets_of, rest
 from harness.fsdp.runtime.weak_hooks import WeakHook
@@ -56,6 +56,7 @@ class BackwardHooks:
         self._reached = units[0].name
         self._task: int | None = None
         self._end: Callable[[], Any] = lambda: None
+        self._entered: set[Unit] = set()  # in a call whose end only the order of nodes tells
         self._rested: set[Unit] = set()
         self._coming: list[tuple[Call, Unit]] = []  # calls that the backward may still pass, the next one last
         for unit in units:
@@ -87,6 +88,7 @@ class BackwardHooks:
         self.step.fail()
 
     def _reset(self) -> None:
+        self._entered.clear()
         self._rested.clear()
         for unit in self.units:
             unit.readiness.post_backward()
@@ -100,7 +102,7 @@ class BackwardHooks:
         made = [each for each in leaves if each.grad_fn is not None]
         if not made:
             return
-        hook = WeakHook(self._pre_backward, unit, call, forward, self.step.num_updates)
+        hook = WeakHook(self._pre_backward, unit, call, forward, next(NUMBERS), self.step.num_updates)
         if len(made) == 1:  # as almost always, and a third of the host's time
             made[0].register_hook(hook)
         else:
@@ -118,7 +120,7 @@ class BackwardHooks:
         self._refuse_unsupported()
         begin_backward([unit.readiness for unit in self.units], forward)
         coming = [(call, unit) for unit in self.units for call in unit.readiness.due]
-        self._coming = sorted(coming, key=lambda each: each[0].number)
+        self._coming = sorted(coming, key=lambda each: each[0].begin)
         of_inputs = self._is_of_inputs
         if not of_inputs:
             self.before_backward()
@@ -200,15 +202,21 @@ class BackwardHooks:
 
     # -- one unit --------------------------------------------------------------------------------------------------
 
-    def _pre_backward(self, unit: Unit, call: Call | None, forward: int, num_updates: int, gradient: Tensor) -> None:
-        """First gradient of a call's outputs. call: None for the model's forward."""
+    def _pre_backward(
+        self, unit: Unit, call: Call | None, forward: int, end: int, num_updates: int, gradient: Tensor
+    ) -> None:
+        """First gradient of a call's outputs. call: None for the model's forward. end: moment when it had ended."""
         begins = running_backward() != self._task
         is_stale = begins and any(bucket.is_stale for bucket in buckets_of(self.units))
         self.step.check_forward(num_updates, is_stale=is_stale)
         self._root_pre_backward(forward)
+        if self._entered:
+            self._pass_to(end)
         self._reached = unit.name
         if call is not None:
             unit.readiness.inside.add(call)
+            if call not in unit.readiness.due:
+                self._entered.add(unit)
         self.gather.unshard(unit)
         if not self.reduce.is_done_with(unit):
             self.reduce.expect(unit)
@@ -229,6 +237,16 @@ class BackwardHooks:
         self._root_pre_backward()
         self._refuse_sharded(unit, "its inputs")
         unit.readiness.note_passed(call)
+        if self._entered:
+            self._pass_to(call.begin)
+        self._call_passed(unit)
+
+    def _pass_to(self, moment: int) -> None:
+        for unit in [each for each in self._entered if each.readiness.pass_to(moment)]:
+            self._entered.discard(unit)
+            self._call_passed(unit)
+
+    def _call_passed(self, unit: Unit) -> None:
         self._end_if_over(unit)
         if not (unit.readiness.inside or self.reduce.is_done_with(unit)):  # gathered again for its next call
             self.gather.reshard(unit)
@@ -285,7 +303,7 @@ class BackwardHooks:
     def _post_backward(self, unit: Unit) -> None:
         if unit.is_root:
             return
-        if not unit.readiness.needs_weights:
+        if unit.readiness.is_passed:
             self.gather.reshard(unit)
         if not self.step.plan.reduce_units:
             self.reduce.bring_in(unit)

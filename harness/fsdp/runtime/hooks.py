@@ -166,7 +166,6 @@ class Hooks(BackwardHooks):
         given = (args, tuple(kwargs.values()))
         _map_tensors(given, inputs.append)
         if not inputs:
-            unit.readiness.is_blind = True
             return None
         passed: Any = PassedInputs.apply(WeakHook(self._inputs_passed, unit, call), *inputs)  # type: ignore[no-untyped-call] # torch's
         unit.readiness.watch(call, passed[0].grad_fn)
@@ -199,6 +198,7 @@ class Hooks(BackwardHooks):
                 " be another unit's when its backward begins: return tensors in tuples, lists, dicts or dataclasses"
             )
         self.watch_outputs(unit, leaves, calls[-1])
+        unit.readiness.is_blind |= not leaves and torch.is_grad_enabled() and calls[-1].identity() is None
         if len(calls) == 1 and (unit is not self.gather.last or not leaves):  # it may be called in its own forward
             self.gather.reshard(unit)
         return output

@@ -6,8 +6,8 @@ there, which autograd runs after everything else in the call; frozen weights are
 called many times, a graph used twice, a parameter used outside its unit's forward, and half a unit not at all.
 
 An identity can stand on tensors that are arguments, and not on those in a list, an object or a closure. Where a call
-has none, its unit's weights are needed until the backward ends, unless each of them gets a gradient: that comes when
-all that used the weight has run.
+has none, autograd's own order tells when it has been passed: of the nodes that wait for nothing more it runs the newest
+first. So when a node begins to run, all that this backward runs of the calls begun after it was made has run.
 
 Reentrant activation checkpointing runs the forward without gradients and later records and differentiates it inside the
 backward: the outer graph holds none of its nodes. Such calls are counted, and a unit waits until each was computed
@@ -36,7 +36,8 @@ from torch import Tensor, nn
 from harness.fsdp.storage.parameter_access import HOME, by_engine
 from harness.private_torch import running_node, will_run
 
-_NUMBERS = count()
+NUMBERS = count()
+"""Moments of the forward: begins of calls, and ends."""
 
 
 class PassedInputs(torch.autograd.Function):
@@ -57,22 +58,19 @@ class Call:
 
     def __init__(self, forward: int) -> None:
         self.forward = forward
-        self.number = next(_NUMBERS)
+        self.begin = next(NUMBERS)
         self.inputs: Sequence[Tensor] = ()  # aliases of what has gradients, while its forward runs
         self.identity: Callable[[], Any] = lambda: None  # node on the inputs, as long as its graph lives
 
 
 class Readiness:
-    """One unit's calls since the last backward, and what is still to come to it in the one that runs.
+    """One unit's calls since the last backward, and what is still to come to it in the one that runs."""
 
-    params: that had gradients when the unit was sharded, of so many in all.
-    """
-
-    def __init__(self, params: Sequence[nn.Parameter], num_params: int) -> None:
-        self.params, self.num_params = params, num_params
+    def __init__(self, params: Sequence[nn.Parameter]) -> None:
+        self.params = params
         self.running: list[Call] = []  # whose forward runs, the innermost last
         self._calls: weakref.WeakSet[Call] = weakref.WeakSet()  # with an identity, which alone keeps them
-        self.is_blind = False  # some call had no identity: nothing tells when it is passed
+        self.is_blind = False  # of some call neither inputs nor outputs could be seen
         self.post_backward()
 
     def post_backward(self) -> None:
@@ -83,7 +81,7 @@ class Readiness:
         self._arrived: set[int] = set()
         self.hidden_calls = 0  # under no_grad inside a forward with gradients
         self._called_in: set[int] = set()  # numbers of forwards; 0: in none
-        self._is_reached = self._gets_all = False
+        self._is_reached = False
         self.is_called = False  # by a forward of this backward, as far as is known
         self.is_due_once = True  # this backward comes to at most one call
 
@@ -117,7 +115,6 @@ class Readiness:
         self.trained = trained
         self._due_params = {id(param) for param in trained} & due
         self._is_reached = bool(self.due or self._due_params)
-        self._gets_all = len(self._due_params) == self.num_params
         self.is_due_once = len(self.due) <= 1
 
     def note_forwards(self, numbers: Set[int]) -> None:
@@ -127,6 +124,11 @@ class Readiness:
     def note_passed(self, call: Call) -> None:
         self.due.discard(call)
         self.inside.discard(call)
+
+    def pass_to(self, moment: int) -> bool:
+        """A node made at this moment runs. Returns False if some call's end is still told by the order alone."""
+        self.inside = {call for call in self.inside if call in self.due or call.begin <= moment}
+        return self.inside <= self.due
 
     def note_gradient(self, param: nn.Parameter) -> None:
         self._due_params.discard(id(param))
@@ -150,11 +152,6 @@ class Readiness:
         if self.hidden_calls or self.due or self._due_params:
             return False
         return self._is_reached or len(self._arrived) == len(self.trained)
-
-    @property
-    def needs_weights(self) -> bool:
-        """True of a unit that is over, if some call of it may go on."""
-        return not (self._gets_all or self.is_passed)
 
 
 @by_engine

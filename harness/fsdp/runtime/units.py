@@ -47,8 +47,7 @@ class Unit:
         self.shares_buffers = not self.is_root and any(bucket.memory.fixed for bucket in buckets)
         self.trainable = [bucket for bucket in self.buckets if bucket.trainable]
         self.gradients = [bucket.gradients for bucket in self.trainable if bucket.gradients is not None]
-        params = [param for bucket in self.trainable for _, param in bucket.params]
-        self.readiness = Readiness(params, sum(len(bucket.params) for bucket in buckets))
+        self.readiness = Readiness([param for bucket in self.trainable for _, param in bucket.params])
 
     @property
     def module(self) -> nn.Module:

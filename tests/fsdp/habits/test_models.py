@@ -151,7 +151,19 @@ class Boxed(Block):
 Boxing = net(units=(Boxed,), first=Boxed, second=Boxed, hidden=lambda net, x: net.second(net.first(Box(x))).held)
 
 
+class Stopping(Block):
+    """Takes a dict and gives a tensor; a weight is used detached, too, before it is used with a gradient."""
+
+    def forward(self, given: Any) -> Any:
+        detached = nn.functional.linear(given["x"], self.linear.weight.detach())
+        return super().forward(torch.tanh(detached))
+
+
+OF_STOPPING: dict[str, Any] = {"first": Stopping, "second": Stopping}
 CHECKS["boxing"] = alike(Boxing)
+CHECKS["stopping"] = alike(
+    net(units=(Stopping,), hidden=lambda net, x: net.second({"x": net.first({"x": x})}), **OF_STOPPING)
+)
 
 
 @CHECKS.check
@@ -281,6 +293,9 @@ MUTANTS = of_slips(
         fsdp.runtime.readiness.Readiness.is_due: bool(self._due_params) => bool(self._due_params) or self.hidden_calls
         attacking_past_a_stop / no_shard
     [Hidden tensors]
+    gradients are the end: A unit whose inputs are hidden is resharded when its weights have gradients
+        fsdp.runtime.readiness.Readiness.is_passed: self.due or self.inside or => self.due or
+        stopping
     next unit waits for its outputs: A unit is unsharded only for gradients of its outputs, not of what it left behind
         fsdp.runtime.gather.GatherPipeline.unshard_next: lambda *_, **__: None
         writing_to_arguments

@@ -137,15 +137,15 @@ MUTANTS = {
             => order = [*reversed(self.order)]\n    self._begin(
         a forward between forward and backward, where ranks use different units
     order is not asked: A unit whose inputs no hook sees is released when its last gradient has come
-        fsdp.runtime.readiness.Readiness.needs_weights: not (self._gets_all or self.is_passed) => False
+        fsdp.runtime.readiness.Readiness.is_passed: self.due or self.inside or => self.due or
         weights of a unit whose inputs no hook sees
         Hidden tensors
     unseen units are released: A unit of which neither inputs nor outputs can be seen is taken for one that is passed
-        fsdp.runtime.hooks.Hooks._watch_inputs: unit.readiness.is_blind = True => pass
+        fsdp.runtime.readiness.Readiness.is_passed: or self.is_blind =>
         a unit that takes and gives objects
         Hidden tensors
     resting units stay: A unit between two of its calls in one backward keeps the buffer that another one needs
-        fsdp.runtime.backward_hooks.BackwardHooks._inputs_passed: if not (unit => if not (unit.name or unit
+        fsdp.runtime.backward_hooks.BackwardHooks._call_passed: if not (unit => if not (unit.name or unit
         two calls of each unit in a double buffer
         Hidden tensors
         """
