@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from enum import Enum
+from functools import cache
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from harness.fp8.matmul import multiply
-from harness.fp8.quantize import Column, Quantized, is_8_bit, quantize
+from harness.fp8.quantize import Quantized, is_8_bit
 from harness.fp8.recipes import Recipe, recipe_of
 
 CUT = "tensor parallelism cuts its weight, which 8-bit products take whole: leave it out of FP8, or out of the plan"
@@ -106,7 +107,7 @@ class Fp8Linear(nn.Linear):
         RuntimeError if it holds 8 bits without scales."""
         weight = self.weight.detach()
         if not is_8_bit(weight.dtype):
-            held = self._quantize(Column.weights, weight, transposed=transposed)
+            held = self.recipe.quantize(self.recipe.weights, weight, transposed=transposed)
         elif self.encoded_weight is not None:
             held = self.encoded_weight()
         else:
@@ -116,23 +117,6 @@ class Fp8Linear(nn.Linear):
             )
         return held.t if transposed else held
 
-    def quantize_weight(self, weight: Tensor) -> Quantized:
-        """An unsharded weight [out, in] as it would be multiplied; as it lies."""
-        return self._quantize(Column.weights, weight, transposed=False)
-
-    def quantize_pair(self, column: Column, values: Tensor) -> tuple[Quantized, Quantized]:
-        """An input, or a gradient of the output, [rows, columns], and its transpose, each for a product over its last
-        dimension."""
-        first = self._quantize(column, values, transposed=False)
-        if self.recipe.operands[column].is_symmetric:
-            return first, first.t
-        return first, self._quantize(column, values, transposed=True).t
-
-    def _quantize(self, column: Column, values: Tensor, *, transposed: bool) -> Quantized:
-        """The values as they lie, in tiles for a product with them or with their transpose."""
-        operand = self.recipe.operands[column]
-        return quantize(values, operand.format, operand.tile.t if transposed else operand.tile, self.recipe.scaling)
-
 
 class _Product(torch.autograd.Function):
     """See [Note: Three products]."""
@@ -140,7 +124,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: Fp8Linear) -> Tensor:
         """x [tokens, in], weight [out, in], bias [out]; y [tokens, out] in the dtype of x."""
-        for_y, for_dw = layer.quantize_pair(Column.activations, x)
+        for_y, for_dw = layer.recipe.quantize_pair(layer.recipe.activations, x)
         y = multiply(for_y, layer.weight_for(transposed=False))
         if bias is not None:
             y = y + bias.float()
@@ -154,7 +138,8 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         """grad [tokens, out]; gradients of x and weight in the dtype of x, of bias in its own."""
         payload, scale_inv, _ = ctx.saved_tensors  # torch raises here where the weight was edited since
-        for_dx, for_dw = ctx.layer.quantize_pair(Column.gradients, grad)
+        recipe = ctx.layer.recipe
+        for_dx, for_dw = recipe.quantize_pair(recipe.gradients, grad)
         dx = dw = db = None
         if ctx.needs_input_grad[0]:
             dx = multiply(for_dx, ctx.layer.weight_for(transposed=True)).to(ctx.dtype)
@@ -171,22 +156,22 @@ def layers_of(module: nn.Module) -> list[Fp8Linear]:
 
 def _become(layer: Any, recipe: Recipe) -> None:
     """Make an ordinary layer one of a recipe, its weight and bias being kept."""
-    ordinary = type(layer)
-    if ordinary not in _MADE:  # its own methods stay
-        _MADE[ordinary] = type(f"Fp8{ordinary.__name__}", (Fp8Linear, ordinary), {})
-    layer.__class__ = _MADE[ordinary]
+    layer.__class__ = _made_of(type(layer))
     layer.recipe = recipe
     layer.encoded_weight = None
 
 
-_MADE: dict[Any, type] = {nn.Linear: Fp8Linear}
+@cache
+def _made_of(ordinary: type) -> type:
+    """Its own methods stay."""
+    return Fp8Linear if ordinary is nn.Linear else type(f"Fp8{ordinary.__name__}", (Fp8Linear, ordinary), {})
 
 
 def _problem(layer: nn.Linear, recipe: Recipe, owners: Counter[int]) -> str:
     """The reason why a layer cannot have a recipe; "" where it can."""
     if isinstance(layer.weight, DTensor):
         return CUT
-    if not recipe.fits(layer.weight.shape):
+    if any(size == 0 or size % recipe.multiple for size in layer.weight.shape):
         return f"its weight has shape {list(layer.weight.shape)}: both sizes must be multiples of {recipe.multiple}"
     if owners[id(layer.weight)] > 1:
         return "its weight belongs to another module too (tied), which cannot read 8 bits: leave it out"

@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from enum import Enum, IntEnum
+from enum import Enum
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-MX_BIAS, _MX_LARGEST, _MX_NAN = 127, 254, 255
-"""The e8m0 byte b means 2^(b - 127)."""
 WIDENED = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes that are quantized: fp32 holds each of their numbers, so that a cast rounds once."""
 
@@ -38,12 +36,10 @@ def widen(values: Tensor) -> Tensor:
 
 
 def cast(values: Tensor, format: torch.dtype) -> Tensor:
-    """Round fp32 to nearest, ties to even; larger magnitudes saturate, NaN stays NaN. TypeError for another dtype.
+    """Round fp32 to nearest, ties to even; larger magnitudes saturate, NaN stays NaN.
 
     Above the largest e4m3, torch's own cast gives NaN or the largest number, depending on the device and kernel.
     """
-    if values.dtype != torch.float32:
-        raise TypeError(f"only fp32 is cast to {format}, not {values.dtype}: widen it, or quantize() does")
     return values.clamp(-largest(format), largest(format)).to(format)
 
 
@@ -54,8 +50,8 @@ def exponent_above(values: Tensor) -> Tensor:
     """
     bits = values.contiguous().view(torch.int32)
     above = (bits + 0x7FFFFF) >> 23  # any bit of the mantissa carries into the exponent
-    above = torch.where(bits <= 1 << 22, 0, above).clamp(max=_MX_LARGEST)  # 2^-127 or less: a subnormal of fp32
-    return torch.where(values.isnan(), _MX_NAN, above).to(torch.uint8)
+    above = torch.where(bits <= 1 << 22, 0, above).clamp(max=254)  # 2^-127 or less: a subnormal of fp32
+    return torch.where(values.isnan(), 255, above).to(torch.uint8)
 
 
 def power_of(exponent: Tensor) -> Tensor:
@@ -65,10 +61,7 @@ def power_of(exponent: Tensor) -> Tensor:
 
 def reciprocal_power_of(exponent: Tensor) -> Tensor:
     """2^(127 - b) of each e8m0 byte b; fp32. 1 for b = 0, as in TransformerEngine: its tiles round to 0 either way."""
-    return torch.where(exponent == 0, 1.0, power_of(2 * MX_BIAS - exponent))
-
-
-_FP32_LARGEST = torch.finfo(torch.float32).max
+    return torch.where(exponent == 0, 1.0, power_of(254 - exponent))
 
 
 @dataclass(frozen=True)
@@ -126,7 +119,7 @@ def scales_of(amax: Tensor, format: torch.dtype, scaling: Scaling) -> tuple[Tens
         exponent = exponent_above(amax * (1.0 / largest(format)))
         return reciprocal_power_of(exponent), power_of(exponent)
     # not `largest / amax`, which torch makes a reciprocal and a product of, rounding twice
-    scale = torch.div(torch.full_like(amax, largest(format)), amax).clamp(max=_FP32_LARGEST)
+    scale = torch.div(torch.full_like(amax, largest(format)), amax).clamp(max=largest(torch.float32))
     if scaling is Scaling.power_of_two:
         scale = (scale.view(torch.int32) & 0x7F800000).view(torch.float32)
     scale = torch.where((amax == 0) | amax.isinf(), 1.0, scale)
@@ -169,11 +162,3 @@ def quantize(values: Tensor, format: torch.dtype, tile: Tile, scaling: Scaling) 
     """Quantize a matrix [rows, columns] of fp32, bf16 or fp16; TypeError for another dtype."""
     scale, inverse = scales_of(amax_grid(values, tile), format, scaling)
     return Quantized(encode(values, spread(scale, tile, values.shape), format), inverse, tile)
-
-
-class Column(IntEnum):
-    """Operands of a layer's products, as a recipe lists them."""
-
-    activations = 0
-    weights = 1
-    gradients = 2

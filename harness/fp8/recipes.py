@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from enum import Enum
 
 import torch
+from torch import Tensor
 
-from harness.fp8.quantize import E4M3, E5M2, WHOLE, Scaling, Tile
+from harness.fp8.quantize import E4M3, E5M2, WHOLE, Quantized, Scaling, Tile, quantize
 
 
 @dataclass(frozen=True)
@@ -26,36 +27,39 @@ class Operand:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Formats and tiles of the operands (activations, weights, gradients).
-
-    Activations and gradients may have any number of rows: a tile cut short is quantized as if filled with zeros.
-    """
+    """Formats and tiles of the operands. Activations and gradients may have any number of rows: a tile cut short is
+    quantized as if filled with zeros."""
 
     name: str
-    operands: tuple[Operand, Operand, Operand]
+    activations: Operand
+    weights: Operand
+    gradients: Operand
     scaling: Scaling
-
-    @property
-    def weights(self) -> Operand:
-        return self.operands[1]
 
     @property
     def multiple(self) -> int:
         """A divisor of both dimensions of a weight: of its tiles, and 16 of cuBLASLt's 8-bit matrices."""
         return max(16, self.weights.tile.rows or 0, self.weights.tile.columns or 0)
 
-    def fits(self, shape: tuple[int, ...]) -> bool:
-        """True if a weight of this shape can be quantized by this recipe."""
-        return len(shape) == 2 and all(size and size % self.multiple == 0 for size in shape)
+    def quantize(self, operand: Operand, values: Tensor, *, transposed: bool = False) -> Quantized:
+        """The values [rows, columns] as they lie, in tiles for a product with them or with their transpose."""
+        return quantize(values, operand.format, operand.tile.t if transposed else operand.tile, self.scaling)
+
+    def quantize_pair(self, operand: Operand, values: Tensor) -> tuple[Quantized, Quantized]:
+        """The values [rows, columns] and their transpose, each for a product over its last dimension."""
+        first = self.quantize(operand, values)
+        return first, (first if operand.is_symmetric else self.quantize(operand, values, transposed=True)).t
 
 
-_HYBRID = Operand(E4M3, WHOLE), Operand(E4M3, WHOLE), Operand(E5M2, WHOLE)
-_LINE, _MX = Operand(E4M3, Tile(1, 128)), Operand(E4M3, Tile(1, 32))
+_WHOLE, _LINE, _MX = (Operand(E4M3, tile) for tile in (WHOLE, Tile(1, 128), Tile(1, 32)))
 RECIPES: Mapping[str, Recipe] = {
-    "current": Recipe("current", _HYBRID, Scaling.exact),
-    "block": Recipe("block", (_LINE, Operand(E4M3, Tile(128, 128)), _LINE), Scaling.power_of_two),
-    "mx": Recipe("mx", (_MX, _MX, _MX), Scaling.exponent),
-    "mx_32x32": Recipe("mx_32x32", (_MX, Operand(E4M3, Tile(32, 32)), _MX), Scaling.exponent),
+    each.name: each
+    for each in (
+        Recipe("current", _WHOLE, _WHOLE, Operand(E5M2, WHOLE), Scaling.exact),
+        Recipe("block", _LINE, Operand(E4M3, Tile(128, 128)), _LINE, Scaling.power_of_two),
+        Recipe("mx", _MX, _MX, _MX, Scaling.exponent),
+        Recipe("mx_32x32", _MX, Operand(E4M3, Tile(32, 32)), _MX, Scaling.exponent),
+    )
 }
 
 

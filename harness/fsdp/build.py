@@ -242,7 +242,7 @@ class Engine:
             total.update(bucket.persistent_bytes())
         for each in self.local_steps:
             total["optimizer"] += each.state_bytes()
-        scales = sum(bucket.codec.scale_bytes for bucket in self.buckets if bucket.codec is not None)
+        scales = sum(bucket.codec.scale_bytes for bucket in self.buckets if bucket.codec)
         return {**total, "buffers": sum(buffer.nbytes for buffer in self.module.buffers()) + scales}
 
     def stepped(self) -> list[torch.optim.Optimizer]:

@@ -145,8 +145,7 @@ def _record(model: Model) -> Recorded:
     batch = tuple(torch.empty(shape, dtype=torch.int64, device="meta") for _ in range(2))
     held = [bucket.compute for bucket in model.buckets]
     held += [values_here(each) for each in (*module.buffers(), *batch)]
-    for weight in (each for bucket in model.buckets if bucket.codec for each in bucket.codec.weights):
-        held.append(weight.scales.inverse)
+    held += [scales.inverse for bucket in model.buckets if bucket.codec for _, scales in bucket.codec.weights]
     recorder = Recorder({each.untyped_storage()._cdata for each in held}, _routed(config), config.cluster.device)
     with ExitStack() as hooks, kernels(config.cluster.device), recorder:
         meter = CollectiveMeter()

@@ -148,7 +148,7 @@ def _agreements(model: Model) -> list[tuple[str, int, int]]:
 def _scales(model: Model) -> list[tuple[str, int, int]]:
     """Axis, ranks and bytes: maxima of weights in 8 bits."""
     sizes = {"inner": model.place.inner_size, "outer": model.place.outer_size}
-    held = [(bucket, each.scales.scale) for bucket in model.buckets if bucket.codec for each in bucket.codec.weights]
+    held = [(bucket, each.scale) for bucket in model.buckets if bucket.codec for _, each in bucket.codec.weights]
     return [
         (axis, size, sum(scale.nbytes for bucket, scale in held if getattr(bucket.cuts.own, axis) is SHARD))
         for axis, size in sizes.items()

@@ -157,7 +157,7 @@ class Witness:
             weight = weight.to(self.seen.rounded)
         if name not in self._in_8_bits:
             return (weight,)
-        found = layer.quantize_weight(weight)
+        found = layer.recipe.quantize(layer.recipe.weights, weight)
         return found.payload, found.scale_inv
 
     def used(self) -> list[int]:

@@ -54,12 +54,11 @@ def F29_amax_over_the_wrong_group(site: Site) -> None:
 def stale_scale(site: Site) -> None:
     """8-bit weights are cast under the scales of the step before."""
     for bucket in site.buckets:
-        for weight in getattr(bucket.codec, "weights", ()):
-            _keep_scale(site, weight)
+        for _, scales in getattr(bucket.codec, "weights", ()):
+            _keep_scale(site, scales)
 
 
-def _keep_scale(site: Site, weight: Any) -> None:
-    kept = weight.scales
+def _keep_scale(site: Site, kept: Any) -> None:
     before = kept.scale.clone()
 
     def revert() -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.fp8.linear import Fp8Linear, layers_of
-from harness.fp8.quantize import WHOLE, Column, Scaling, quantize
+from harness.fp8.quantize import quantize
 from harness.fp8.recipes import RECIPES
 from harness.fp8.tile_scales import TileScales
 from tests.support.mutants import each_found_by
@@ -32,7 +32,7 @@ def _scattered(*shape: int) -> Tensor:
 def dequantized(values: Tensor, recipe: str, role: str, *, transposed: bool = False) -> Tensor:
     """An operand, or its transpose, after quantization for a product over its last dimension, in fp64."""
     found = RECIPES[recipe]
-    operand = found.operands[Column[role]]
+    operand = getattr(found, role)
     lying = values.detach().t().contiguous() if transposed else values.detach()
     return quantize(lying, operand.format, operand.tile, found.scaling).dequantize().double()
 
@@ -78,7 +78,7 @@ def test_scales_are_fp32_whatever_the_program_builds_models_in() -> None:
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
-        held = TileScales(WHOLE, (OUT, IN), torch.float8_e4m3fn, Scaling.exact, torch.device("cpu"))
+        held = TileScales(RECIPES["current"], torch.empty(OUT, IN, dtype=torch.float8_e4m3fn))
         held.take(torch.tensor([3.0], dtype=torch.float32))
     finally:
         torch.set_default_dtype(before)
@@ -133,7 +133,7 @@ test_a_mutant_is_found = each_found_by(
         fp8.linear._Product.forward: multiply(for_y, layer.weight_for(transposed=False))
             => multiply(for_y, layer.weight_for(transposed=False)).bfloat16()
     one-format: Gradients have the format of activations
-        fp8.linear._Product.backward: quantize_pair(Column.gradients => quantize_pair(Column.activations
+        fp8.linear._Product.backward: quantize_pair(recipe.gradients => quantize_pair(recipe.activations
     tied: A weight that another module has, too, is converted
         fp8.linear._problem: owners[id(layer.weight)] > 1 => False
     """,

@@ -93,7 +93,7 @@ def test_scales_lie_where_the_device_reads_them() -> None:
 def test_every_product_of_every_recipe_but_mx_has_a_kind() -> None:
     """Forward, and both products of the backward, as `Fp8Linear` forms them; those of MX are emulated."""
     for recipe in RECIPES.values():
-        x, w, g = (each.tile for each in recipe.operands)
+        x, w, g = (each.tile for each in (recipe.activations, recipe.weights, recipe.gradients))
         for a, b in ((x, w), (g, w), (g, x)):  # as each lies with the summed dimension last
             kinds = sum(kind.takes(a, b) for kind in KINDS)
             assert kinds == (0 if recipe.scaling is Scaling.exponent else 1), recipe.name

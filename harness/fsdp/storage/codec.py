@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from harness.fp8.linear import CUT, Fp8Linear
-from harness.fp8.quantize import WIDENED, Quantized, is_8_bit
+from harness.fp8.quantize import E4M3, WIDENED, is_8_bit
 from harness.fp8.tile_scales import TileScales
 from harness.fsdp.comm.communicator import Communicator
 from harness.fsdp.comm.mesh import Mesh, Meshes
@@ -58,23 +58,6 @@ def is_marked(param: nn.Parameter) -> bool:
     return LAYER in param.__dict__
 
 
-class Fp8Weight:
-    """One weight [out, in] with scales.
-
-    view: of its bucket, where it has values while that is unsharded. layer: takes them from here.
-    """
-
-    def __init__(self, layer: Fp8Linear, slot: Slot, view: Tensor) -> None:
-        self.slot, self._view = slot, view
-        recipe = layer.recipe
-        shape = slot.spec.shape[0], slot.spec.shape[1]
-        self.scales = TileScales(recipe.weights.tile, shape, recipe.weights.format, recipe.scaling, view.device)
-        layer.encoded_weight = self
-
-    def __call__(self) -> Quantized:
-        return Quantized(self._view, self.scales.inverse, self.scales.tile)
-
-
 class Fp8Codec:
     """Quantizes the weights of one bucket, each marked by `mark_weights`. views: of these in the unsharded bucket.
 
@@ -82,44 +65,41 @@ class Fp8Codec:
     """
 
     def __init__(
-        self,
-        params: Sequence[tuple[str, nn.Parameter]],
-        cuts: Cuts,
-        views: Sequence[Tensor],
-        main: torch.dtype,
+        self, params: Sequence[tuple[str, nn.Parameter]], cuts: Cuts, views: Sequence[Tensor], main: torch.dtype
     ) -> None:
         if main not in WIDENED:
             raise ValueError(
                 f"main_params_dtype={main} cannot be quantized to 8 bits: FP8 layers take main weights of"
                 f" {', '.join(str(each) for each in WIDENED)}"
             )
-        self.cuts, self.dtype = cuts, views[0].dtype
-        self.weights = [
-            Fp8Weight(getattr(param, LAYER)(), slot, view)
-            for slot, view, (_, param) in zip(cuts.layout.slots, views, params, strict=True)
-        ]
+        self.cuts = cuts
+        self.weights: list[tuple[Slot, TileScales]] = []
+        for slot, view, (_, param) in zip(cuts.layout.slots, views, params, strict=True):
+            layer: Fp8Linear = getattr(param, LAYER)()
+            layer.encoded_weight = scales = TileScales(layer.recipe, view)
+            self.weights.append((slot, scales))
 
     @property
     def scale_bytes(self) -> int:
         """Bytes of scales, on every rank."""
-        return sum(each.scales.nbytes for each in self.weights)
+        return sum(scales.scale.nbytes + scales.inverse.nbytes for _, scales in self.weights)
 
-    def local(self, shards: Sequence[Tensor]) -> Iterator[tuple[Fp8Weight, Tensor, LocalSlice]]:
-        for weight in self.weights:
-            local = self.cuts.own_slice(weight.slot)
-            yield weight, local.of(shards), local
+    def local(self, shards: Sequence[Tensor]) -> Iterator[tuple[TileScales, Tensor, LocalSlice]]:
+        for slot, scales in self.weights:
+            local = self.cuts.own_slice(slot)
+            yield scales, local.of(shards), local
 
     def encode(self, shards: Sequence[Tensor]) -> list[Tensor]:
         """This rank's main weights in 8 bits; a tensor a segment."""
-        found = [torch.zeros(shard.shape, dtype=self.dtype, device=shard.device) for shard in shards]
-        for weight, rows, local in self.local(shards):
+        found = [torch.zeros(shard.shape, dtype=E4M3, device=shard.device) for shard in shards]
+        for scales, rows, local in self.local(shards):
             if local.numel:
-                local.of(found).copy_(weight.scales.encode(rows, local.start))
+                local.of(found).copy_(scales.encode(rows, local.start))
         return found
 
     def encode_value(self, slot: Slot, value: Tensor) -> Tensor:
         """The value of one weight in 8 bits: flat, as it is given in the main weights' dtype."""
-        scales = next(each.scales for each in self.weights if each.slot is slot)
+        scales = next(scales for each, scales in self.weights if each is slot)
         scales.take(scales.maxima(value, 0))
         return scales.encode(value, 0)
 
@@ -134,9 +114,9 @@ def refresh_scales(held: Held, meshes: Meshes) -> None:
     held: all of the model's codecs with this rank's main weights and the mesh that cuts them.
     """
     found = [
-        (weight.scales, codec, mesh, weight.scales.maxima(rows, local.start))
+        (scales, codec, mesh, scales.maxima(rows, local.start))
         for codec, shards, mesh in held
-        for weight, rows, local in codec.local(shards)
+        for scales, rows, local in codec.local(shards)
     ]
     for mesh in meshes:
         for axis, comm in ((Axis.inner, mesh.inner), (Axis.outer, mesh.outer)):

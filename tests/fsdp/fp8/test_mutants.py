@@ -44,7 +44,7 @@ MUTANTS = {
         fsdp.storage.codec._take_largest: lambda *_, **__: None
         follow / optim, current
     scale-of-first-rows: A shard is quantized under the scales of the weight's first rows
-        fp8.tile_scales.TileScales.encode: rows.shape, start // self.shape[1]) => rows.shape)
+        fp8.tile_scales.TileScales.encode: rows.shape, start // rows.shape[1]) => rows.shape)
         follow / optim_grads_params, block
     stale-scale: Weights are quantized under the scales they began with
         fp8.tile_scales.TileScales.take: self.scale.copy_(scale)
