@@ -273,7 +273,7 @@ test_a_mutant_is_found = each_found_by(
     shards of the outer axis: An inner rank's shard begins where that of a single rank would
         fsdp.storage.cuts.Cuts.inner_shards: self.inner_index * s.inner_numel => self.inner_index * s.shard_numel
     inner for outer: The outer axis is cut by the place on the inner one
-        fsdp.storage.cuts.Cuts.own_shards: self.outer_index * size => self.inner_index * size
+        fsdp.storage.cuts.Cuts.own_shards: self.outer_index * s.shard_numel => self.inner_index * s.shard_numel
     """,
     test_one_bucket_of_every_kind_of_parameter,
 )

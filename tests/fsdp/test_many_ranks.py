@@ -142,8 +142,8 @@ MUTANTS = slips(
         fsdp.storage.dtensors.DTensorFactory._placements: self._found[slot.spec.name] = tuple(others)
             => self._found[slot.spec.name] = tuple(others)\n        getattr(others[-1], "spans", ())
     outer slices: What an inner shard holds is put together of one slice for each outer rank
-        fsdp.storage.layout.BucketLayout.inner_slice: size = self
-            => [self.local_slice(slot, inner_rank * self.outer + each) for each in range(self.outer)]\n    size = self
+        fsdp.storage.layout.BucketLayout.inner_slice: return
+            => [self.local_slice(slot, inner_rank * self.outer + each) for each in range(self.outer)]\n    return
     """
 )
 

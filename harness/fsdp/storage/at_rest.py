@@ -21,7 +21,6 @@ from torch.distributed.tensor import DTensor
 from harness.fsdp.ragged import RaggedTensor
 from harness.fsdp.ragged.tensor import BEFORE_WRITE, check_data, local_of, set_apart
 from harness.fsdp.storage.dtensors import DTensorFactory, PortionGradient
-from harness.fsdp.storage.gradients import Gradients
 from harness.fsdp.storage.param_group import ParamGroup
 from harness.fsdp.storage.parameter_access import (
     HOME,
@@ -201,7 +200,6 @@ class ShardedParameters:
     ) -> None:
         self.bucket, self.before_write, self.shards = bucket, before_write, shards
         self.unsharded = [param for _, param in bucket.params]
-        self.types = [type(param) for param in self.unsharded]
         self.params: list[nn.Parameter] = []
         for index, param in enumerate(self.unsharded):
             sharded = self._sharded(index, param)
@@ -289,17 +287,15 @@ class ShardedParameters:
     def _grad(self, index: int) -> Tensor:
         held = self.grads[index]
         if held is None:
-            gradients = cast(Gradients, self.bucket.gradients)
-            before = references_to(gradients.main_storage)
             held = self.grads[index] = self.view(index, self.bucket.grad_shards)
             if isinstance(held, DTensor) and not isinstance(held, RaggedTensor):
                 held.__class__ = PortionGradient
-            self._references[index] = references_to(gradients.main_storage) - before
+            self._num_held += 1
         return held
 
     def _forget_views(self) -> None:
         self.grads: list[Tensor | None] = [None] * len(self.params)
-        self._references = [0] * len(self.params)
+        self._num_held = 0  # each is one reference to the storage of main gradients
 
     def leave_kept_grads(self, shown: Collection[int] = ()) -> None:
         """Main gradients are written anew: views that the program keeps, and are no `.grad`, get copies.
@@ -307,14 +303,14 @@ class ShardedParameters:
         shown: parameters whose main gradients are their `.grad`. Raises as `Gradients.renew`.
         """
         gradients = self.bucket.gradients
-        if gradients is None or not any(self._references):
+        if gradients is None or not self._num_held:
             return
         for index, held in enumerate(self.grads):
             if held is not None and getrefcount(held) > _UNKEPT and index not in shown:
-                self.grads[index], self._references[index] = None, 0
+                self.grads[index] = None
+                self._num_held -= 1
                 set_apart(held)
-        known = gradients.own_references + sum(self._references)
-        if not shown and references_to(gradients.main_storage) > known:
+        if not shown and references_to(gradients.main_storage) > gradients.own_references + self._num_held:
             gradients.renew()
             self._forget_views()
 

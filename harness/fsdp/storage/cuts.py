@@ -80,19 +80,18 @@ class Cuts:
     def inner_shards_of(self, tensor: Tensor, on: On) -> list[Tensor]:
         if on.inner is not SHARD:
             return self.inner_shards(tensor)
-        return [tensor[s.inner_offset : s.inner_offset + s.inner_numel] for s in self.layout.segments]
+        return [tensor.narrow(0, s.inner_offset, s.inner_numel) for s in self.layout.segments]
 
     def inner_shards(self, whole: Tensor) -> list[Tensor]:
         begins = [s.bucket_offset + self.inner_index * s.inner_numel for s in self.layout.segments]
-        return [whole[b : b + s.inner_numel] for b, s in zip(begins, self.layout.segments, strict=True)]
+        return [whole.narrow(0, b, s.inner_numel) for b, s in zip(begins, self.layout.segments, strict=True)]
 
     def split_own(self, shard: Tensor) -> list[Tensor]:
-        return [shard[s.shard_offset : s.shard_offset + s.shard_numel] for s in self.layout.segments]
+        return [shard.narrow(0, s.shard_offset, s.shard_numel) for s in self.layout.segments]
 
     def own_shards(self, inner_shards: Sequence[Tensor]) -> list[Tensor]:
-        sizes = [s.shard_numel for s in self.layout.segments]
-        begins = [self.outer_index * size for size in sizes]
-        return [shard[b : b + size] for shard, b, size in zip(inner_shards, begins, sizes, strict=True)]
+        pairs = zip(inner_shards, self.layout.segments, strict=True)
+        return [shard.narrow(0, self.outer_index * s.shard_numel, s.shard_numel) for shard, s in pairs]
 
     def own_rows(self, own_shards: Sequence[Tensor]) -> list[tuple[str, Tensor]]:
         return [(slot.spec.name, self.own_slice(slot).of(own_shards)) for slot in self.layout.slots]
@@ -100,22 +99,13 @@ class Cuts:
     # -- collectives ---------------------------------------------------------------------------------------------
 
     def inner_parts(self, whole: Tensor) -> list[Part]:
-        size = self.place.inner_size
-        if self.own.inner is SHARD:
-            return [Part(whole[begin:end], cut) for begin, end, cut in self._inner_cuts]
+        size, segments = self.place.inner_size, self.layout.segments
         if SHARD not in self.own:
             return [Part.evenly(whole, size)]
-        segments = [(whole[s.bucket_offset : s.bucket_offset + s.numel], s) for s in self.layout.segments]
-        shards = [shard for segment, s in segments for shard in segment.split(s.shard_numel)]
-        return [Part.evenly(shard, size) for shard in shards]
-
-    @cached_property
-    def _inner_cuts(self) -> list[tuple[int, int, Cut]]:
-        ranks = range(self.place.inner_size + 1)
-        return [
-            (s.bucket_offset, s.bucket_offset + s.numel, Cut.at([rank * s.inner_numel for rank in ranks]))
-            for s in self.layout.segments
-        ]
+        if self.own.inner is SHARD:
+            return [Part(whole.narrow(0, s.bucket_offset, s.numel), even_cut(s.numel, size)) for s in segments]
+        split = [whole.narrow(0, s.bucket_offset, s.numel).split(s.shard_numel) for s in segments]
+        return [Part.evenly(shard, size) for shards in split for shard in shards]
 
     def second_leg_parts(self, whole: Tensor) -> list[Part]:
         if self.own.outer is not SHARD:
@@ -132,7 +122,7 @@ class Cuts:
         """By segment: chunks of outer ranks, of the shard where the inner axis splits, else of this rank's chunk."""
         pieces, piece = (1, 0) if self.own.inner is SHARD else (self.place.inner_size, self.place.inner_rank)
         found = []
-        for size, outer in ((s.shard_numel, s.outer) for s in self.layout.segments):
+        for size in (s.shard_numel for s in self.layout.segments):
             begin, end = even_cut(size, pieces).spans[piece]
-            found.append(Cut((rank * size + begin, rank * size + end) for rank in range(outer)))
+            found.append(Cut((rank * size + begin, rank * size + end) for rank in range(self.layout.outer)))
         return found

@@ -182,18 +182,15 @@ class Gradients:
     def accumulate(self, index: int) -> None:
         """After autograd accumulated into a parameter. Call it from functions marked `by_engine`."""
         self.arrived.add(index)
-        if not self._waits and not self._waiting:
-            self.copy_in(index)
-            return
-        param = self.params[index]
         if index in self._waiting:  # it came before, and what comes now is added to that in the bucket's dtype
             self.copy_in_waiting(but=index)
-        gradient = grad_of(param)
-        if not self._waits or isinstance(param, DTensor) or index not in self._unwritten or gradient is None:
+        param = self.params[index]
+        waits = self._waits and index in self._unwritten and not isinstance(param, DTensor)
+        if waits and (gradient := grad_of(param)) is not None:
+            self._waiting[index] = gradient.detach()
+            put_grad(param, None)
+        else:
             self.copy_in(index)
-            return
-        self._waiting[index] = gradient.detach()
-        put_grad(param, None)
 
     @by_engine
     def copy_in_waiting(self, but: int | None = None) -> None:
@@ -229,8 +226,24 @@ class Gradients:
         self._has_gaps |= self.is_in_place
 
     def copy_in(self, index: int) -> None:
-        if not self.concat:
-            _copy_into(self.params[index], self._views[index], fresh=index in self._unwritten)
+        if self.concat:
+            return
+        param, view, is_there = self.params[index], self._views[index], False
+        early = grad_of(param)
+        if isinstance(param, DTensor):  # it has no `.grad` but a DTensor: what came moves
+            early = None if early is None else gradient_here(param, early)
+            put_grad(param, None)
+        elif early is not None and early.data_ptr() == view.data_ptr() and early.dtype == view.dtype:
+            is_there = True
+        else:
+            if param.grad_dtype != view.dtype:
+                put_grad(param, None)
+                param.grad_dtype = view.dtype
+            put_grad(param, view)
+        if not is_there and index in self._unwritten:
+            view.zero_() if early is None else view.copy_(early)
+        elif not is_there and early is not None:
+            view.add_(early)
         self._unwritten.discard(index)
 
     def settle(self) -> None:
@@ -250,12 +263,10 @@ class Gradients:
         if self.concat:
             return self._concatenated()
         bucket = self.bucket
-        if bucket is None:
-            raise RuntimeError(f"bucket {self.name} has no gradients to reduce")
+        assert bucket is not None
         self.settle()
         if not self.is_in_place:
-            self.bucket = None
-            self._views = []
+            self.bucket, self._views = None, []
             self.drop()
         return bucket
 
@@ -322,26 +333,3 @@ class Gradients:
             ("main_grads", self._main, self.placements.main_grads),
             ("gradient_sums", self.sums, self.placements.accumulated_grads),
         ]
-
-
-def _copy_into(param: nn.Parameter, view: Tensor, *, fresh: bool) -> None:
-    early = grad_of(param)
-    if isinstance(param, DTensor):  # it has no `.grad` but a DTensor: what came moves
-        early = None if early is None else gradient_here(param, early)
-        put_grad(param, None)
-        _add_to(early, view, fresh=fresh)
-        return
-    if early is not None and early.data_ptr() == view.data_ptr() and early.dtype == view.dtype:
-        return
-    if param.grad_dtype != view.dtype:
-        put_grad(param, None)
-        param.grad_dtype = view.dtype
-    put_grad(param, view)
-    _add_to(early, view, fresh=fresh)
-
-
-def _add_to(early: Tensor | None, view: Tensor, *, fresh: bool) -> None:
-    if fresh:
-        view.zero_() if early is None else view.copy_(early)
-    elif early is not None:
-        view.add_(early)

@@ -52,33 +52,21 @@ class Slot:
 
 @dataclass(frozen=True)
 class Segment:
-    """row_numel: elements of a row; every shard is a whole number of rows. num_ranks: it is cut over. bucket_offset,
-    inner_offset, shard_offset: of its start in the gathered bucket, a shard of the inner axis, a rank's shard. outer:
-    shards in a shard of the inner axis.
+    """row_numel: elements of a row; every shard is a whole number of rows. numel, inner_numel, shard_numel: of all, a
+    shard of the inner axis, a rank's shard; bucket_offset, inner_offset, shard_offset: of its start in these.
     """
 
     row_numel: int
+    numel: int
+    inner_numel: int
     shard_numel: int
-    num_ranks: int
     bucket_offset: int
     inner_offset: int
     shard_offset: int
-    outer: int = 1
-
-    @property
-    def numel(self) -> int:
-        return self.shard_numel * self.num_ranks
-
-    @cached_property
-    def inner_numel(self) -> int:
-        return self.shard_numel * self.outer
 
     @property
     def fusable(self) -> bool:
         return _is_fusable(self.row_numel)
-
-    def shard(self, rank: int) -> tuple[int, int]:
-        return rank * self.shard_numel, (rank + 1) * self.shard_numel
 
 
 @dataclass(frozen=True)
@@ -101,25 +89,15 @@ class LocalSlice:
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """align: elements; every parameter and segment starts on a multiple. slots: in the order of the parameters."""
+    """slots: in the order of the parameters. bucket_numel, inner_numel, shard_numel: elements of the gathered bucket, a
+    shard of the inner axis, a rank's shard, with padding."""
 
-    num_ranks: int
-    align: int
     segments: tuple[Segment, ...]
     slots: tuple[Slot, ...]
-    outer: int = 1
-
-    @cached_property
-    def bucket_numel(self) -> int:
-        return sum(round_up(s.numel, self.align) for s in self.segments)
-
-    @cached_property
-    def shard_numel(self) -> int:
-        return sum(round_up(s.shard_numel, self.align) for s in self.segments)
-
-    @cached_property
-    def inner_numel(self) -> int:
-        return sum(round_up(s.inner_numel, self.align) for s in self.segments)
+    outer: int
+    bucket_numel: int
+    inner_numel: int
+    shard_numel: int
 
     @cached_property
     def comm_numel(self) -> int:
@@ -136,7 +114,7 @@ class BucketLayout:
     @cached_property
     def views(self) -> tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...]:
         return tuple(
-            (slot.spec.shape, contiguous_strides(slot.spec.shape), self.bucket_range(slot)[0]) for slot in self.slots
+            (slot.spec.shape, _contiguous_strides(slot.spec.shape), self.bucket_range(slot)[0]) for slot in self.slots
         )
 
     @cached_property
@@ -147,30 +125,25 @@ class BucketLayout:
         return tuple((begin, end) for begin, end in zip(begins, ends, strict=True) if begin < end)
 
     def local_slice(self, slot: Slot, rank: int) -> LocalSlice:
-        return _within(slot, self.segments[slot.segment].shard(rank))
+        return _within(slot, self.segments[slot.segment].shard_numel, rank)
 
     def inner_slice(self, slot: Slot, inner_rank: int) -> LocalSlice:
-        size = self.segments[slot.segment].inner_numel
-        return _within(slot, (inner_rank * size, (inner_rank + 1) * size))
+        return _within(slot, self.segments[slot.segment].inner_numel, inner_rank)
 
     def param_numel_on(self, rank: int) -> int:
         return sum(self.local_slice(slot, rank).numel for slot in self.slots)
 
 
-def _within(slot: Slot, shard: tuple[int, int]) -> LocalSlice:
-    low, high = shard
+def _within(slot: Slot, size: int, rank: int) -> LocalSlice:
+    low, high = rank * size, (rank + 1) * size
     start, end = max(slot.offset, low), min(slot.end, high)
     if start >= end:
         return LocalSlice(slot.segment, 0, 0, 0)
     return LocalSlice(slot.segment, start - low, start - slot.offset, end - slot.offset)
 
 
-def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(1, size)
-    return tuple(reversed(strides))
+def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(math.prod(max(1, size) for size in shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 def plan_bucket(params: Sequence[ParamSpec], num_ranks: int, align: int, outer: int = 1) -> BucketLayout:
@@ -193,12 +166,13 @@ def plan_bucket(params: Sequence[ParamSpec], num_ranks: int, align: int, outer: 
             slots[spec.name] = slot = Slot(spec, len(segments), round_up(end, step))
             end = slot.end
         shard_numel = _shard_numel(end, row_numel, num_ranks)
-        segment = Segment(row_numel, shard_numel, num_ranks, bucket_offset, inner_offset, shard_offset, outer)
-        segments.append(segment)
-        bucket_offset += round_up(segment.numel, align)
-        inner_offset += round_up(segment.inner_numel, align)
+        numels = shard_numel * num_ranks, shard_numel * outer, shard_numel
+        segments.append(Segment(row_numel, *numels, bucket_offset, inner_offset, shard_offset))
+        bucket_offset += round_up(numels[0], align)
+        inner_offset += round_up(numels[1], align)
         shard_offset += round_up(shard_numel, align)
-    return BucketLayout(num_ranks, align, tuple(segments), tuple(slots[p.name] for p in params), outer)
+    ordered = tuple(slots[spec.name] for spec in params)
+    return BucketLayout(tuple(segments), ordered, outer, bucket_offset, inner_offset, shard_offset)
 
 
 def _shard_numel(numel: int, row_numel: int, num_ranks: int) -> int:
