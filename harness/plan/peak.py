@@ -18,7 +18,7 @@ from harness.config.derived import engine_options, microbatches_per_rank
 from harness.config.schema import Config, Device
 from harness.fsdp.runtime.reduce import MAX_UNITS
 from harness.fsdp.runtime.units import Unit
-from harness.fsdp.storage.gradients import Accumulation, Gradients
+from harness.fsdp.storage.gradients import Gradients
 from harness.fsdp.storage.param_group import ParamGroup
 from harness.fsdp.update.norms import LONG
 from harness.plan.activations import Mark, Recorded
@@ -164,8 +164,7 @@ class Ours(Step):
         """Bytes of gradients as they are sent, and of what is received or summed beside them."""
         gradients, dtypes, numel = bucket.gradients, bucket.inner.dtypes, bucket.layout.bucket_numel
         assert gradients is not None
-        is_reduced = gradients.accumulation is Accumulation.reduced
-        given = (gradients.arriving if is_reduced else gradients.sums.dtype).itemsize
+        given = (gradients.arriving if gradients.is_reduced else gradients.sums.dtype).itemsize
         wire, accum, size = dtypes.wire.itemsize, dtypes.accum.itemsize, self.model.place.inner_size
         found = numel * wire if wire != given else 0
         if size == 1:
@@ -266,4 +265,4 @@ def _staged(unit: Unit, size: int) -> int:
 
 
 def _sums(gradients: Gradients) -> int:
-    return gradients.sums.nbytes if gradients.accumulation is Accumulation.reduced else 0
+    return gradients.sums.nbytes if gradients.is_reduced else 0

@@ -30,7 +30,6 @@ from harness.fsdp.guards.nonfinite import GradientGuard
 from harness.fsdp.policy import Dtypes
 from harness.fsdp.runtime.step import Step
 from harness.fsdp.runtime.units import Unit
-from harness.fsdp.storage.gradients import Accumulation
 from harness.fsdp.storage.memory import BucketMemory
 from harness.fsdp.storage.param_group import ParamGroup
 from harness.fsdp.storage.placement import OPERATIONS, PARTIAL, SHARD, Axis, Operation
@@ -68,7 +67,7 @@ class PendingReduction:
         so that the traffic of many buckets is issued before any is waited for."""
         gradients, cuts, inner = self.gradients, self.bucket.cuts, self.bucket.inner
         lies, route = self.bucket.placements.main_grads, self.bucket.placements.reductions[self.plan.last]
-        source, adds_first = self.source, gradients.accumulation is Accumulation.added
+        source, adds_first = self.source, not (gradients.is_reduced or gradients.is_in_place)
         if adds_first:
             self._look(source, None)
             gradients.allocate_sums()
@@ -86,7 +85,7 @@ class PendingReduction:
         sums = gradients.inner_shards
         if lies.inner is not SHARD:  # the first leg of an all-reduce
             sums = [part.chunk(inner.comm.rank) for part in cuts.inner_parts(gradients.sums)]
-        inner.fold(exchange, sums, add=self.plan.adds and gradients.accumulation is Accumulation.reduced)
+        inner.fold(exchange, sums, add=self.plan.adds and gradients.is_reduced)
         for step in route[1:]:
             if step.operation is Operation.reduce_scatter:
                 assert self.bucket.outer is not None

@@ -2,10 +2,10 @@
 
 Three buffers may differ: the *unreduced* bucket that a backward fills, the *accumulated* sums over microbatches (and
 ranks), and the *main* gradients. How each lies is read from the bucket's `Placements`. Where unreduced and accumulated
-gradients lie alike, in one dtype, autograd writes into the sums themselves (`Accumulation.in_place`). They may lie
+gradients lie alike, in one dtype, autograd writes into the sums themselves (`is_in_place`). They may lie
 alike in other numbers or storage: int64 under numerics=exact, one tensor a parameter under grad_buffer=concat. Then
-each backward's are added to the sums on this rank (`added`). Else every backward's are reduced into the sums from a
-temporary bucket (`reduced`). No buffer is zeroed first: a parameter's first gradient is copied over its place, later
+each backward's are added to the sums on this rank. Else every backward's are reduced into the sums from a temporary
+bucket (`is_reduced`). No buffer is zeroed first: a parameter's first gradient is copied over its place, later
 ones are added, and places without any are zeroed at the hand-over.
 
 Where work is queued, first gradients stay as autograd made them until their unit's backward ends, and one kernel casts
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
 
 import torch
 from torch import Tensor, nn
@@ -34,12 +33,6 @@ from harness.fsdp.storage.placement import SHARD, On, Placements
 from harness.fsdp.tensor_parallel import gradient_here
 from harness.fsdp.vocabulary import GradBuffer, Numerics
 from harness.private_torch import references_to
-
-
-class Accumulation(Enum):
-    in_place = "autograd adds to the sums themselves"
-    added = "added to the sums on this rank, and reduced once a step"
-    reduced = "every backward's are reduced over the inner axis into the sums"
 
 
 @dataclass(frozen=True)
@@ -73,10 +66,8 @@ class Gradients:
         self.cuts, self.layout, self.placements = cuts, cuts.layout, placements
         self.plan, self.memory = plan, plan.memory
         self.concat = plan.buffer is GradBuffer.concat
-        self.accumulation = Accumulation.reduced
-        if placements.accumulates_locally:
-            self.accumulation = Accumulation.added if plan.integers or self.concat else Accumulation.in_place
-        self.is_in_place = self.accumulation is Accumulation.in_place
+        self.is_reduced = not placements.accumulates_locally
+        self.is_in_place = not (self.is_reduced or plan.integers or self.concat)
         self.first_may_wait = not self.concat  # true if first gradients may wait in the dtype of their weight
         self.bucket: Tensor | None = None
         self.arrived: set[int] = set()
@@ -96,14 +87,13 @@ class Gradients:
 
     def _build_sums(self) -> None:
         lies, dtype = self.placements.accumulated_grads, torch.int64 if self.plan.integers else self.dtypes.grads
-        is_reduced = self.accumulation is Accumulation.reduced
-        allocate = self.memory.persistent if is_reduced else self.memory.sums
+        allocate = self.memory.persistent if self.is_reduced else self.memory.sums
         self.sums = allocate(self.cuts.numel(lies), dtype)
         self.inner_shards = self.cuts.inner_shards_of(self.sums, lies)
         self.own_shards = self.main_shards = self.cuts.own_shards(self.inner_shards)
         if self.is_in_place:
             self._view(self.sums)
-        elif is_reduced:
+        elif self.is_reduced:
             self.sums.untyped_storage().resize_(0)
         self._count_references(self.sums)
 
@@ -136,8 +126,7 @@ class Gradients:
 
     @property
     def arriving(self) -> torch.dtype:
-        is_sent = self.accumulation is Accumulation.reduced and not self.plan.integers
-        return self.dtypes.wire if is_sent else self.dtypes.grads
+        return self.dtypes.wire if self.is_reduced and not self.plan.integers else self.dtypes.grads
 
     @by_engine
     def expect(self, *, waits: bool | None = None) -> None:
@@ -156,7 +145,7 @@ class Gradients:
             self._view(bucket)
             self._has_gaps = True
             if not self._waits:
-                self._close_gaps()
+                self.copy_in_waiting()
         for index, param in enumerate(self.params if not self.concat else ()):
             if grad_of(param) is not None or index not in self._unwritten:
                 self.copy_in(index)
@@ -196,23 +185,17 @@ class Gradients:
     def copy_in_waiting(self, but: int | None = None) -> None:
         """but: a parameter whose second gradient stays where it is."""
         waiting, self._waiting = self._waiting, {}
-        if not waiting:
-            self._close_gaps()
+        has_gaps, self._has_gaps = self._has_gaps, False
+        gaps = [self.bucket[b:e] for b, e in self.layout.gaps] if has_gaps and self.bucket is not None else []
+        if not waiting and not gaps:
             return
-        gaps, came = self._take_gaps(), list(waiting.values())
-        copy_together([*(self._views[index] for index in waiting), *gaps], [*came, *self._zeros_for(gaps, came[0])])
+        came = list(waiting.values())
+        zeros = self._zeros_for(gaps, like=(came or gaps)[0])
+        copy_together([*(self._views[index] for index in waiting), *gaps], [*came, *zeros])
         self._unwritten -= waiting.keys()
         for index in waiting:
             if index != but:
                 self.copy_in(index)
-
-    def _close_gaps(self) -> None:
-        if gaps := self._take_gaps():
-            copy_together(gaps, self._zeros_for(gaps, gaps[0]))
-
-    def _take_gaps(self) -> list[Tensor]:
-        has_gaps, self._has_gaps = self._has_gaps, False
-        return [self.bucket[b:e] for b, e in self.layout.gaps] if has_gaps and self.bucket is not None else []
 
     def _zeros_for(self, gaps: Sequence[Tensor], like: Tensor) -> list[Tensor]:
         """Zeros that one launch copies into the gaps beside the gradients."""
@@ -282,7 +265,7 @@ class Gradients:
         return bucket
 
     def allocate_sums(self) -> None:
-        if self.accumulation is Accumulation.reduced and not self.has_sums:
+        if self.is_reduced and not self.has_sums:
             with self.memory.allocating():  # the outer axis moves them
                 self.sums.untyped_storage().resize_(self.sums.numel() * self.sums.itemsize)
 
@@ -304,7 +287,7 @@ class Gradients:
         if self.is_in_place:
             self._unwritten = set(range(len(self.params)))
             self.drop()
-        elif self.accumulation is Accumulation.reduced:
+        elif self.is_reduced:
             self.sums.untyped_storage().resize_(0)
         self.arrived, self.unused = set(), frozenset()
 
