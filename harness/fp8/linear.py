@@ -38,7 +38,7 @@ class Fp8Linear(nn.Linear):
     """
 
     recipe: Recipe
-    encoded_weight: Callable[[], Quantized] | None
+    encoded_weight: Callable[[], Quantized] | None = None
 
     @staticmethod
     def convert(
@@ -68,9 +68,9 @@ class Fp8Linear(nn.Linear):
             is_ordinary = isinstance(layer, nn.Linear) and type(layer).forward is nn.Linear.forward
             if not is_ordinary or (chosen is not None and not chosen(name, layer)):
                 continue
-            problem = _problem(layer, found, owners)
-            if not problem:
-                _become(layer, found)
+            made: Any = layer  # its weight and bias are kept
+            if not (problem := _problem(layer, found, owners)):
+                made.__class__, made.recipe = _made_of(type(layer)), found
                 names.append(name)
             elif chosen is not None:
                 raise ValueError(f"{name or 'the module'} was chosen for fp8={found.name}, but {problem}")
@@ -154,16 +154,9 @@ def layers_of(module: nn.Module) -> list[Fp8Linear]:
     return [each for each in module.modules() if isinstance(each, Fp8Linear)]
 
 
-def _become(layer: Any, recipe: Recipe) -> None:
-    """Make an ordinary layer one of a recipe, its weight and bias being kept."""
-    layer.__class__ = _made_of(type(layer))
-    layer.recipe = recipe
-    layer.encoded_weight = None
-
-
 @cache
 def _made_of(ordinary: type) -> type:
-    """Its own methods stay."""
+    """A layer's own methods stay."""
     return Fp8Linear if ordinary is nn.Linear else type(f"Fp8{ordinary.__name__}", (Fp8Linear, ordinary), {})
 
 

@@ -144,5 +144,5 @@ def test_facts_of_recipes_are_said_alike() -> None:
         assert isinstance(layer, Fp8Linear)
         recipe = layer.recipe
         assert name.multiple == recipe.multiple
-        units = [torch.finfo(each.format).eps / 2 for each in recipe.operands]
+        units = [torch.finfo(each.format).eps / 2 for each in (recipe.activations, recipe.weights, recipe.gradients)]
         assert units == [2.0**-4, 2.0**-4, 2.0**-name.gradient_precision]
