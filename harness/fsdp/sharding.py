@@ -206,7 +206,7 @@ def bind(engine: Engine, optimizer: torch.optim.Optimizer, *, steps_unused: bool
 
     def before() -> None:
         engine.weights.refuse_held()
-        engine.weights.adopt_edits()
+        engine.weights.refuse_edits()
         engine.gradients.finish()
         engine.weights.before_edit()
 

@@ -56,23 +56,22 @@ class StateAccess:
         return self._unsharded(self.buckets, lambda bucket: bucket.main_shards, "weights")
 
     def full_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        self.gradients.finish()
-        self.gradients.collect()
+        trained = self._with_gradients()
         check_names(self.weights.module)
-        return self._unsharded(self._trainable(), lambda bucket: bucket.grad_shards, "gradients")
+        return self._unsharded(trained, lambda bucket: bucket.grad_shards, "gradients")
 
     def local_gradients(self) -> dict[str, Tensor]:
-        self.gradients.finish()
-        self.gradients.collect()
-        rows = (each for bucket in self._trainable() for each in bucket.cuts.own_rows(bucket.grad_shards))
+        rows = (each for bucket in self._with_gradients() for each in bucket.cuts.own_rows(bucket.grad_shards))
         return {name: row.detach() for name, row in rows}
 
-    def _trainable(self) -> list[ParamGroup]:
+    def _with_gradients(self) -> list[ParamGroup]:
+        self.gradients.finish()
+        self.gradients.collect()
         return [bucket for bucket in self.buckets if bucket.trainable]
 
     def settle(self) -> None:
         """Raises RuntimeError: parameters have other names by now; or unsharded ones were edited."""
-        self.weights.adopt_edits()
+        self.weights.refuse_edits()
         self.weights.before_edit()  # by whoever is given them
         check_names(self.weights.module)
 

@@ -25,7 +25,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from harness.private_torch import local_tensor, put_local_tensor, spec_of, version_of
 
-EDITS = "_fsdp_edits"
 Shape = tuple[int, ...]
 
 
@@ -52,10 +51,10 @@ class TpShard:
         shape = tuple(param.shape)
         rank, size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
         if not isinstance(param, DTensor):
-            dim = partition_dim(param)
-            if dim is not None:
-                shape = (*shape[:dim], shape[dim] * size, *shape[dim + 1 :])
-            return cls(shape, dim, rank, size)
+            if not getattr(param, "tensor_model_parallel", False):
+                return cls(shape, None, rank, size)
+            dim = getattr(param, "partition_dim", 0) % param.dim()  # of equal parts
+            return cls((*shape[:dim], shape[dim] * size, *shape[dim + 1 :]), dim, rank, size)
         _check_axis(name, param, group)
         placement = param.placements[0]
         if isinstance(placement, Replicate):
@@ -79,21 +78,15 @@ class TpShard:
     def is_counted_here(self) -> bool:
         return self.rank == 0 or not self.is_copied
 
-    def span(self, rank: int | None = None) -> tuple[int, int]:
-        """Begin and end of a rank's cut of the dimension, this rank's by default. Raises ValueError if none is."""
-        if self.dim is None:
-            raise ValueError(f"a parameter of shape {self.shape} that is not cut has no span")
-        length = self.shape[self.dim]
+    def _span(self, length: int) -> tuple[int, int]:
+        """Begin and length of this rank's cut of the dimension."""
         width = -(-length // self.size)
-        begin = min((self.rank if rank is None else rank) * width, length)
-        return begin, min(begin + width, length)
+        begin = min(self.rank * width, length)
+        return begin, min(width, length - begin)
 
     @property
     def here(self) -> Shape:
-        if self.dim is None:
-            return self.shape
-        begin, end = self.span()
-        return (*self.shape[: self.dim], end - begin, *self.shape[self.dim + 1 :])
+        return tuple(self._span(n)[1] if dim == self.dim else n for dim, n in enumerate(self.shape))
 
     def cut(self, value: Tensor) -> Tensor:
         """This rank's TP shard; a value of its shape is returned. Raises ValueError for any other shape."""
@@ -101,8 +94,8 @@ class TpShard:
             return value
         if tuple(value.shape) != self.shape:
             raise ValueError(f"a value of shape {tuple(value.shape)} is given where {self.shape} is due")
-        begin, end = self.span()
-        return value.narrow(cast(int, self.dim), begin, end - begin)
+        dim = cast(int, self.dim)
+        return value.narrow(dim, *self._span(self.shape[dim]))
 
     def join(self, value: Tensor, group: dist.ProcessGroup | None) -> Tensor:
         """The unsharded parameter, any dtype. *Collective* over the axis if it is split.
@@ -116,14 +109,6 @@ class TpShard:
         held = value.reshape(self.here), mesh, [Shard(self.dim)]
         made = DTensor.from_local(*held, run_check=False, shape=whole.shape, stride=whole.stride())
         return made.full_tensor().contiguous()
-
-
-def partition_dim(param: Tensor) -> int | None:
-    """By Megatron's marks, of equal parts; None: no mark."""
-    if not getattr(param, "tensor_model_parallel", False):
-        return None
-    dim: int = getattr(param, "partition_dim", 0)
-    return dim % param.dim()
 
 
 def _check_axis(name: str, param: DTensor, group: dist.ProcessGroup | None) -> None:
@@ -157,7 +142,6 @@ def point_at(param: Tensor, values: Tensor) -> None:
         put_data(param, values)
         return
     held: Any = param
-    setattr(held, EDITS, getattr(held, EDITS, 0) + version_of(local_tensor(held)))
     if values.dtype == held.dtype:  # torch.compile asks that the object begins where the tensor inside it does
         put_data(held, DTensor(values, spec_of(held), requires_grad=False))
     put_local_tensor(held, values.data)  # whose edits are counted apart from those of the bucket
@@ -165,8 +149,7 @@ def point_at(param: Tensor, values: Tensor) -> None:
 
 def edits_of(param: Tensor) -> int:
     """Number of edits in place that torch has counted, those of the tensor inside a DTensor too."""
-    inside = version_of(local_tensor(param)) + getattr(param, EDITS, 0) if isinstance(param, DTensor) else 0
-    return version_of(param) + inside
+    return version_of(param) + (version_of(local_tensor(param)) if isinstance(param, DTensor) else 0)
 
 
 def gradient_here(param: nn.Parameter, gradient: Tensor) -> Tensor:

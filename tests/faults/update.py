@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
-from harness.fsdp.ragged.tensor import local_of
 from harness.fsdp.storage.at_rest import location_of
 from harness.fsdp.storage.param_group import ParamGroup
+from harness.fsdp.tensor_parallel import values_here
 from harness.fsdp.update import norms
 from tests.faults.corpus import SGD, ZERO0, ZERO1, ZERO2, ZERO3
 from tests.faults.site import Site, blend, exchange, fault, rounded, share
@@ -92,7 +92,7 @@ class Rows:
 
     def state(self, entry: str) -> Tensor:
         """A moment's rows, or a counter."""
-        return local_of(self.site.engine.optimizer.state[self.param][entry])
+        return values_here(self.site.engine.optimizer.state[self.param][entry])
 
 
 def rows_of(site: Site) -> list[Rows]:

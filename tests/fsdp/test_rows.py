@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from harness.fsdp import state as states
 from harness.fsdp.ragged import RaggedTensor
-from harness.fsdp.ragged.tensor import local_of
+from harness.fsdp.tensor_parallel import values_here
 from tests.fsdp.checked import Mutant, each_is_found, patched
 from tests.fsdp.pairs import PAIRS, Pair, by_pair, data, loss_of, same, shard
 
@@ -66,7 +66,7 @@ _entries = states.optimizer_entries
 
 
 def _only_what_lies_here(*args: Any) -> dict[str, Tensor]:
-    return {key: value for key, value in _entries(*args).items() if not value.dim() or local_of(value).numel()}
+    return {key: value for key, value in _entries(*args).items() if not value.dim() or values_here(value).numel()}
 
 
 MUTANTS = {

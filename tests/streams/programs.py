@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from harness.fsdp import Fp8Linear, Groups, ShardedModel, fully_shard, fully_shard_optimizer
-from harness.fsdp.ragged.tensor import local_of
+from harness.fsdp.tensor_parallel import values_here
 from tests.fsdp import pairs
 from tests.streams.cases import (
     APART,
@@ -269,7 +269,7 @@ def load(model: ShardedModel, recorder: Recorder) -> None:
         state = model.sharded_state()
         kept = {name: value.clone() for name, value in state.items() if value.dim()}
         for each in kept.values():
-            recorder.on_host(local_of(each))
+            recorder.on_host(values_here(each))
     for name, value in kept.items():  # counters are what they were
         state[name].copy_(value)
 

@@ -126,11 +126,13 @@ class Mesh:
             )
         if self.outer is None:
             return
-        outer = dist.get_process_group_ranks(self.outer.group)
-        if self.inner.size * self.outer.size != self.everyone.size or not {*ranks[0], *outer} <= {*ranks[2]}:
+        outer, size = dist.get_process_group_ranks(self.outer.group), self.inner.size
+        rows = [ranks[2][begin : begin + size] for begin in range(0, len(ranks[2]), size)]
+        is_grid = len(rows) == len(outer) and rows[self.outer.rank] == ranks[0]
+        if not is_grid or [row[self.inner.rank] for row in rows] != outer:
             raise ValueError(
                 f"dp_shard_dim (ranks {ranks[0]}) and dp_outer_dim (ranks {outer}) are no axes of one grid with the"
-                f" ranks {ranks[2]} of hybrid_fsdp_group; its size must be {self.inner.size} x {self.outer.size}"
+                f" ranks {ranks[2]} of hybrid_fsdp_group, whose inner groups must be neighbours, {len(outer)} x {size}"
             )
 
     @property

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from harness.fsdp.ragged.reductions import into_loss, norm_of, norms
 from harness.fsdp.ragged.tensor import BEFORE_WRITE, GatheredView, RaggedTensor, meets_plain, replicated, wrap_rows
@@ -137,7 +137,8 @@ def _same_cut(one: RaggedTensor, other: RaggedTensor) -> bool:
         return True
     if one.dim() != other.dim() or mine.placements != theirs.placements or mine.mesh != theirs.mesh:
         return False
-    return one.shape == other.shape or (one.shape[:1] == other.shape[:1] and one.cuts_rows_alone)
+    cuts_rows_alone = all(isinstance(each, Replicate) for each in mine.placements[:-1])
+    return one.shape == other.shape or (one.shape[:1] == other.shape[:1] and cuts_rows_alone)
 
 
 def _whole(value: Tensor) -> Tensor:
@@ -205,11 +206,8 @@ def _norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _view_of_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    found = _of_whole(func, args, kwargs)
     name = _name(_first(args, kwargs))
-    return (
-        GatheredView.of(found, name) if isinstance(found, Tensor) else [GatheredView.of(each, name) for each in found]
-    )
+    return tree_map_only(Tensor, lambda found: GatheredView.of(found, name), _of_whole(func, args, kwargs))
 
 
 def _random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

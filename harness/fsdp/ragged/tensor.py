@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from harness.fsdp.ragged.before_2_12 import spec_for
-from harness.fsdp.ragged.placement import RaggedShard, Span
+from harness.fsdp.ragged.placement import RaggedShard
 from harness.private_torch import (
     DTensorSpec,
     TensorMeta,
@@ -46,33 +46,18 @@ class RaggedTensor(DTensor):
     """
 
     rules: ClassVar[Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]]
+    base: Tensor
+    """The rows whose version counts edits of this tensor and of its views."""
 
     @staticmethod
     def of(local: Tensor, spec: Any, *, requires_grad: bool = False) -> RaggedTensor:
-        made = DTensor.__new__(RaggedTensor, local, spec, requires_grad=requires_grad)
-        return cast(RaggedTensor, made)
-
-    @property
-    def base(self) -> Tensor:
-        """The rows whose version counts edits of this tensor and of its views."""
-        return cast(Tensor, self.__dict__.get("_base_rows", local_tensor(self)))
-
-    @base.setter
-    def base(self, rows: Tensor) -> None:
-        self.__dict__["_base_rows"] = rows
+        made = cast(RaggedTensor, DTensor.__new__(RaggedTensor, local, spec, requires_grad=requires_grad))
+        made.base = local
+        return made
 
     @property
     def cut(self) -> RaggedShard:
         return cast(RaggedShard, self.placements[-1])
-
-    @property
-    def span(self) -> Span:
-        mesh = self.device_mesh
-        return self.cut.spans[mesh.get_local_rank(mesh.ndim - 1)]
-
-    @property
-    def cuts_rows_alone(self) -> bool:
-        return all(isinstance(each, Replicate) for each in self.placements[:-1])
 
     def full_tensor(self, *, grad_placements: object = None) -> Tensor:
         """The whole tensor on every rank; its gradient's rows return here. Collective over the mesh."""
@@ -109,8 +94,7 @@ class RaggedTensor(DTensor):
     def rows_of(self, whole: Tensor) -> Tensor:
         """This rank's view of a plain tensor that broadcasts to this one's shape."""
         if not self.shape:
-            begin, end = self.span
-            return whole if begin < end else whole.reshape(1)[:0]
+            return whole if local_tensor(self).numel() else whole.reshape(1)[:0]
         sizes, offsets = self.place()
         for dim in range(max(self.dim() - whole.dim(), 0), self.dim()):
             at = dim - self.dim()
@@ -166,16 +150,11 @@ class RaggedTensor(DTensor):
         return _restored, (local_tensor(self).detach(), spec_of(self), self.requires_grad)
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        name = self.cut.name or "a sharded tensor"
-        if torch.compiler.is_compiling():
-            raise RuntimeError(
-                f"{name} has this rank's rows only: give the optimizer to fully_shard_optimizer(model, optimizer)"
-                " before its step is compiled"
-            )
         raise RuntimeError(
-            f"a file of {name} would have this rank's rows only: save whole tensors on"
-            " one rank, {name: value.full_tensor() for name, value in model.state_dict().items()} (collective), or what"
-            " every rank has by torch.distributed.checkpoint"
+            f"{self.cut.name or 'a sharded tensor'} has this rank's rows only: give the optimizer to"
+            " fully_shard_optimizer(model, optimizer) before its step is compiled; save whole tensors on one rank,"
+            " {name: value.full_tensor() for name, value in model.state_dict().items()} (collective), or what every"
+            " rank has by torch.distributed.checkpoint"
         )
 
     def data_ptr(self) -> int:
@@ -233,6 +212,8 @@ def plain_of(kind: type[DTensor], args: tuple[Any, ...], kwargs: Mapping[str, An
 class GatheredView(DTensor):
     """A view of a gathered copy: an edit of it would be lost, and is refused."""
 
+    _name = "a sharded tensor"
+
     @staticmethod
     def of(view: Tensor, name: str) -> Tensor:
         made = in_class(GatheredView, view)
@@ -242,22 +223,19 @@ class GatheredView(DTensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override] # a C function in torch
         if schema_of(func).is_mutable and isinstance(args[0], GatheredView):
-            name = getattr(args[0], "_name", "a sharded tensor")
             raise NotImplementedError(
-                f"{func} writes to a copy of {name}, gathered from several ranks, and would be lost: an optimizer that"
-                " does this, as torch.optim.Muon, goes to fully_shard_optimizer(model, optimizer); else edit"
-                " parameter.full_tensor() (collective), then parameter.copy_(it)"
+                f"{func} writes to a copy of {args[0]._name}, gathered from several ranks, and would be lost: an"
+                " optimizer that does this, as torch.optim.Muon, goes to fully_shard_optimizer(model, optimizer); else"
+                " edit parameter.full_tensor() (collective), then parameter.copy_(it)"
             )
-        plain = next((e for e in tree_leaves((args, kwargs)) if type(e) is Tensor and e.numel() > 1), None)
-        if plain is not None:
-            held = next(each for each in tree_leaves((args, kwargs)) if isinstance(each, GatheredView))
-            raise RuntimeError(meets_plain(plain, getattr(held, "_name", "a sharded tensor")))
+        given = tree_leaves((args, kwargs))
+        if (plain := next((e for e in given if type(e) is Tensor and e.numel() > 1), None)) is not None:
+            raise RuntimeError(meets_plain(plain, next(e._name for e in given if isinstance(e, GatheredView))))
         args_, kwargs_ = plain_of(GatheredView, args, kwargs)
         found = func(*args_, **kwargs_)
         if not func.is_view or not isinstance(args[0], GatheredView):
             return found
-        name = getattr(args[0], "_name", "a sharded tensor")
-        return cls.of(found, name) if isinstance(found, Tensor) else [cls.of(each, name) for each in found]
+        return tree_map_only(Tensor, partial(cls.of, name=args[0]._name), found)
 
 
 class Replicated(DTensor):
@@ -369,13 +347,9 @@ def replicated(value: Tensor, mesh: DeviceMesh, alike: DTensor | None = None) ->
     return DTensor.__new__(DTensor, value, spec, requires_grad=False)
 
 
-def local_of(param: Tensor) -> Tensor:
-    held: Any = param
-    return local_tensor(held) if isinstance(param, RaggedTensor) else param
-
-
 def set_apart(param: Any) -> None:
     if isinstance(param, DTensor):
-        put_local_tensor(param, local_tensor(param).clone())
+        param.base = local_tensor(param).clone()
+        put_local_tensor(param, param.base)
     else:
         param.data = param.detach().clone()

@@ -30,7 +30,7 @@ from harness.fsdp.runtime.readiness import NUMBERS, Call, begin_backward, could_
 from harness.fsdp.runtime.reduce import ReducePipeline
 from harness.fsdp.runtime.units import Unit, buckets_of, rest
 from harness.fsdp.runtime.weak_hooks import WeakHook
-from harness.fsdp.storage.at_rest import finished_grad
+from harness.fsdp.storage.at_rest import location_of
 from harness.fsdp.storage.gradients import Gradients
 from harness.fsdp.storage.param_group import ParamGroup
 from harness.fsdp.storage.parameter_access import by_engine, grad_of, put_grad
@@ -287,8 +287,8 @@ class BackwardHooks:
 
     @by_engine
     def _begin_with(self, name: str, param: nn.Parameter) -> None:
-        early = grad_of(param)
-        if early is not None and early is finished_grad(param):
+        early, place = grad_of(param), location_of(param)
+        if early is not None and place is not None and early is place[0].grads[place[1]]:
             self.step.fail()
             raise RuntimeError(
                 f"a gradient of {name} was added to the finished one of an earlier backward, by a backward that no hook"

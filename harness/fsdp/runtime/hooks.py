@@ -99,7 +99,6 @@ class Hooks(BackwardHooks):
     @by_engine
     def _use_weights(self) -> None:
         for bucket in buckets_of(self.units):
-            bucket.views.check_untouched()
             if not self.gather.holds:  # which takes edits itself, from all ranks at once
                 edits.refuse_lost(bucket)
             bucket.use()
@@ -107,7 +106,7 @@ class Hooks(BackwardHooks):
     def check_module(self) -> None:
         """Raise RuntimeError for a parameter that was added, replaced, moved or cast."""
         for bucket in buckets_of(self.units):
-            bucket.views.sharded().check()
+            bucket.views.check_untouched()
         self.whereabouts.check()
 
     def _root_post_forward(self, module: nn.Module | None, args: Any, output: Any) -> Any:

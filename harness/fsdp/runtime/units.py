@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from harness.fsdp.runtime.readiness import Readiness
-from harness.fsdp.storage import edits
 from harness.fsdp.storage.codec import is_marked
 from harness.fsdp.storage.memory import BucketMemory
 from harness.fsdp.storage.param_group import GroupKey, ParamGroup
@@ -69,7 +68,6 @@ def buckets_of(units: Iterable[Unit]) -> list[ParamGroup]:
 
 def rest(units: Iterable[Unit]) -> None:
     for bucket in buckets_of([unit for unit in units if not unit.is_held]):
-        edits.adopt(bucket)
         bucket.rest()
 
 

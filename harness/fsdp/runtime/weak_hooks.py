@@ -27,11 +27,10 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import Tensor, nn
 
-from harness.fsdp.ragged.tensor import local_of
 from harness.fsdp.runtime.step import Step, StepError
 from harness.fsdp.storage.at_rest import counting
 from harness.fsdp.storage.parameter_access import WATCH, grad_of, put_grad
-from harness.fsdp.tensor_parallel import edits_of
+from harness.fsdp.tensor_parallel import edits_of, values_here
 from harness.private_torch import accumulation_hooks, without_torch_function
 
 Hook = Callable[[Any], Any]
@@ -131,5 +130,5 @@ def watch(name: str, param: nn.Parameter, step: Step, sums_elsewhere: Callable[[
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
-    one, other = (local_of(each).reshape(-1).view(torch.uint8) for each in (a, b))
+    one, other = (values_here(each).reshape(-1).view(torch.uint8) for each in (a, b))
     return torch.equal(one, other)

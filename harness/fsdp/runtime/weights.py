@@ -64,7 +64,7 @@ class Weights:
         ReplicaDrift: see `harness.fsdp.guards.replicas.check_equal`.
         """
         self.refuse_held()
-        self.adopt_edits()
+        self.refuse_edits()
         self.gather.reshard_all()
         self.wait()
         self.step.num_updates += 1
@@ -99,13 +99,11 @@ class Weights:
             )
 
     @by_engine
-    def adopt_edits(self) -> None:
-        """Copy edits of unsharded weights to main weights; RuntimeError where that is impossible."""
+    def refuse_edits(self) -> None:
+        """RuntimeError where unsharded weights were edited, which main weights do not have."""
         if not self.gather.holds:
             for bucket in self.buckets:
-                if not bucket.computes_with_main_weights and bucket.views.edited():
-                    edits.adopt(bucket)
-                    edits.refuse_lost(bucket)
+                edits.refuse_lost(bucket)
 
     def before_edit(self) -> None:
         """Called before an optimizer, or the program, writes main weights.
@@ -127,7 +125,7 @@ class Weights:
         if self.hooks.is_inside:
             raise RuntimeError("unsharded() inside the model's forward or backward: weights that run are whole already")
         self.hooks.check_module()
-        self.adopt_edits()
+        self.refuse_edits()
         self.bring_up_to_date()
         self.wait()
         held, buckets = self.gather.hold(units), buckets_of(units)

@@ -17,10 +17,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.overrides import resolve_name
 
 from harness.fsdp.ragged import RaggedTensor
-from harness.fsdp.ragged.tensor import BEFORE_WRITE, check_data, local_of, set_apart
+from harness.fsdp.ragged.tensor import BEFORE_WRITE, check_data, set_apart
 from harness.fsdp.storage.dtensors import DTensorFactory, PortionGradient
+from harness.fsdp.storage.gradients import Gradients
 from harness.fsdp.storage.param_group import ParamGroup
 from harness.fsdp.storage.parameter_access import (
     HOME,
@@ -32,7 +34,7 @@ from harness.fsdp.storage.parameter_access import (
     is_metadata,
     put_grad,
 )
-from harness.fsdp.storage.superseded import superseding
+from harness.fsdp.tensor_parallel import values_here
 from harness.private_torch import (
     foreach_types,
     local_tensor,
@@ -170,13 +172,35 @@ PRODUCTS = (
 )
 
 
+class Superseded:
+    """An unsharded parameter between passes: whoever kept it gets no gradient of it."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with without_torch_function():
+            if is_metadata(func) and func != grad_of:
+                return func(*args, **(kwargs or {}))
+        kept = next((each for each in tree_leaves((args, kwargs)) if isinstance(each, Superseded)), None)
+        name, unit = getattr(kept, HOME, ("?", "?"))
+        raise RuntimeError(
+            f"parameter {name} of unit {unit} was kept from before sharding, or from a forward, and is used by"
+            f" {resolve_name(func) or func.__name__}: the module holds another one now. Pass an optimizer that was"
+            " built before to fully_shard_optimizer(model, optimizer), or build it after sharding; take parameters from"
+            " model.parameters(); read whole weights inside `with model.unsharded():`; where one unit uses another's"
+            " weight, make both one unit"
+        )
+
+
 @cache
 def counting(own: type) -> type:
     if own is nn.Parameter:
         return MainWeight
-    if issubclass(own, DTensor | MainWeight):
-        return own
-    return cast(type, cast(Any, type(own))(own.__name__, (MainWeight, own), {"__module__": own.__module__}))
+    return own if issubclass(own, DTensor | MainWeight) else _mixed_with(MainWeight, own)
+
+
+@cache
+def _mixed_with(kind: type, own: Any) -> type:
+    return cast(type, type(own)(own.__name__, (kind, own), {"__module__": own.__module__}))
 
 
 for types in foreach_types:
@@ -209,6 +233,7 @@ class ShardedParameters:
                 vars(sharded).update({n: v for n, v in vars(param).items() if not n.startswith("_fsdp_")})
                 setattr(sharded, HOME, getattr(param, HOME))
                 setattr(param, SHARDED, sharded)
+        self._own = [(param, type(param)) for param in self.unsharded]
         both = list(zip(self.unsharded, self.params, strict=True))
         self._same = [(param, type(param)) for param, sharded in both if param is sharded]
         self._pairs = [(param, sharded, type(param)) for param, sharded in both if param is not sharded]
@@ -222,19 +247,18 @@ class ShardedParameters:
 
     def _sharded(self, index: int, param: nn.Parameter) -> nn.Parameter:
         rows = self.view(index, self.bucket.main_shards)
-        computes_with_it = self.bucket.trainable and self.bucket.computes_with_main_weights
-        if not isinstance(rows, DTensor) and computes_with_it:
+        if not isinstance(rows, DTensor) and self.bucket.trainable and self.bucket.computes_with_main_weights:
             return param
-        made = nn.Parameter(rows, requires_grad=param.requires_grad)
+        made: Any = nn.Parameter(rows, requires_grad=param.requires_grad)
         made.grad_dtype = None  # main gradients may have another dtype than main weights
-        kind = PortionAtRest if isinstance(rows, DTensor) else MainWeight
-        cast(Any, made).__class__ = ShardedParameter if isinstance(rows, RaggedTensor) else kind
         if isinstance(rows, RaggedTensor):
-            local = cast(Any, made).base = local_tensor(rows)
-            put_local_tensor(made, local)
+            made.__class__, made.base = ShardedParameter, local_tensor(rows)
+            put_local_tensor(made, made.base)
             put_spec(made, spec_of(rows))
-            setattr(local, BEFORE_WRITE, self.before_write)
-        return made
+            setattr(made.base, BEFORE_WRITE, self.before_write)
+        else:
+            made.__class__ = PortionAtRest if isinstance(rows, DTensor) else MainWeight
+        return cast(nn.Parameter, made)
 
     def view(self, index: int, flats: Sequence[Tensor]) -> Tensor:
         """This rank's rows in flat tensors laid out as the main weights: a DTensor; plain where nothing cuts it."""
@@ -259,10 +283,10 @@ class ShardedParameters:
         for slot, param, sharded in self._put:
             slot.put(*((param, sharded) if unsharded else (sharded, param)))
         for param, _, own in self._pairs if not unsharded else ():
-            param.__class__ = superseding(own)
+            param.__class__ = _mixed_with(Superseded, own)
 
     def count_edits(self) -> None:
-        for param, own in (*self._same, *((param, own) for param, _, own in self._pairs)):
+        for param, own in self._own:
             param.__class__ = counting(own)
 
     def flags(self) -> list[bool]:
@@ -274,28 +298,29 @@ class ShardedParameters:
                 if param.requires_grad is not sharded.requires_grad:
                     param.requires_grad_(sharded.requires_grad)
 
-    def check(self) -> None:
+    def changed(self) -> str | None:
+        """Name of a parameter whose rows are no longer the engine's."""
         for param, local, (name, _) in zip(self.params, self._locals, self.bucket.params, strict=True):
-            if local is not None and local_of(param) is not local:
-                raise RuntimeError(
-                    f"parameter {name} was changed after sharding: its data is no longer the engine's (cast, moved or"
-                    " swapped); change it before sharding"
-                )
+            if local is not None and local_tensor(param) is not local:
+                return name
+        return None
 
     # -- gradients -------------------------------------------------------------------------------------------------
 
     def _grad(self, index: int) -> Tensor:
         held = self.grads[index]
         if held is None:
+            gradients = cast(Gradients, self.bucket.gradients)
+            before = references_to(gradients.main_storage)
             held = self.grads[index] = self.view(index, self.bucket.grad_shards)
             if isinstance(held, DTensor) and not isinstance(held, RaggedTensor):
                 held.__class__ = PortionGradient
-            self._num_held += 1
+            self._references[index] = references_to(gradients.main_storage) - before
         return held
 
     def _forget_views(self) -> None:
         self.grads: list[Tensor | None] = [None] * len(self.params)
-        self._num_held = 0  # each is one reference to the storage of main gradients
+        self._references = [0] * len(self.params)
 
     def leave_kept_grads(self, shown: Collection[int] = ()) -> None:
         """Main gradients are written anew: views that the program keeps, and are no `.grad`, get copies.
@@ -303,14 +328,14 @@ class ShardedParameters:
         shown: parameters whose main gradients are their `.grad`. Raises as `Gradients.renew`.
         """
         gradients = self.bucket.gradients
-        if gradients is None or not self._num_held:
+        if gradients is None or not any(self._references):
             return
         for index, held in enumerate(self.grads):
             if held is not None and getrefcount(held) > _UNKEPT and index not in shown:
-                self.grads[index] = None
-                self._num_held -= 1
+                self.grads[index], self._references[index] = None, 0
                 set_apart(held)
-        if not shown and references_to(gradients.main_storage) > gradients.own_references + self._num_held:
+        known = gradients.own_references + sum(self._references)
+        if not shown and references_to(gradients.main_storage) > known:
             gradients.renew()
             self._forget_views()
 
@@ -341,11 +366,10 @@ class ShardedParameters:
             return set()
         self._leave_replaced()
         found = self.with_grads
-        for index in range(len(self.params)):
-            if index in found:
-                self._take(index)
-            else:
-                local_of(self._grad(index)).zero_()
+        for index, param in enumerate(self.params):
+            self._take(index)
+            if index not in found:
+                put_grad(param, None)
         return found
 
     def take_grad(self, index: int, *, zeros: bool = False) -> None:
@@ -362,7 +386,7 @@ class ShardedParameters:
         param, own = self.params[index], self._grad(index)
         given = grad_of(param)
         if given is None:
-            local_of(own).zero_()
+            values_here(own).zero_()
         elif given is not own:
             own.copy_(given)
         put_grad(param, own)
@@ -383,11 +407,6 @@ class ShardedParameters:
     def hide_grads(self) -> None:
         for param, _ in self._same:
             put_grad(param, None)
-
-
-def finished_grad(param: Tensor) -> Tensor | None:
-    place = location_of(param)
-    return None if place is None else place[0].grads[place[1]]
 
 
 def location_of(param: Tensor) -> tuple[ShardedParameters, int] | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import Placement
 
 from harness.fsdp.comm.communicator import Communicator
-from harness.fsdp.comm.mesh import Mesh
+from harness.fsdp.comm.mesh import Mesh, all_values
 from harness.fsdp.ragged import RaggedShard, RaggedTensor
 from harness.fsdp.ragged.operations import CHECK_AND_UNSCALE, check_and_unscale
 from harness.fsdp.ragged.tensor import plain_of, spec_like
@@ -71,20 +71,18 @@ class DTensorFactory:
             tensor: Placement = Replicate() if tp_shard.dim is None else Shard(tp_shard.dim)
             others = [tensor if axis == "tensor" else Replicate() for axis in axes]
             if SHARD in bucket.cuts.own:
-                # no bucket: torch keeps what keeps placements, in caches and as gradients
-                cuts, mesh = bucket.cuts, bucket.mesh
+                cuts = bucket.cuts  # no bucket: torch keeps what keeps placements, in caches and as gradients
                 others[-1] = RaggedShard(
-                    lambda: [_rows(slot, cuts.layout.local_slice(slot, each)) for each in _positions(cuts, mesh)],
+                    lambda: [_rows(slot, cuts.layout.local_slice(slot, each)) for each in _positions(cuts)],
                     slot.spec.name,
                 )
             self._found[slot.spec.name] = tuple(others)
         return self._found[slot.spec.name]
 
     def _mesh(self, bucket: ParamGroup) -> DeviceMesh:
-        axes = _axes(bucket)
-        key = (id(bucket.mesh), axes)
+        key = (id(bucket.mesh), _axes(bucket))
         if key not in self._meshes:
-            self._meshes[key] = _device_mesh(bucket.mesh, bucket.tp, axes)
+            self._meshes[key] = _device_mesh(bucket.mesh, bucket.tp, key[1])
         return self._meshes[key]
 
 
@@ -101,13 +99,8 @@ def refuse_split_experts(buckets: Sequence[ParamGroup]) -> None:
 def laid_as(param: Tensor, given: Tensor) -> Tensor:
     """A tensor's values in memory of its own, laid as a parameter is. *Collective* where one is a DTensor laid
     otherwise."""
-    target: Any = torch.zeros_like(param, dtype=given.dtype, requires_grad=False)
-    value: Any = as_target(given, target)
-    if isinstance(target, DTensor) and not isinstance(target, RaggedTensor):
-        target.to_local().copy_(value.to_local())
-    else:
-        target.copy_(value)
-    return cast(Tensor, target)
+    target = torch.zeros_like(param, dtype=given.dtype, requires_grad=False)
+    return target.copy_(as_target(given, target))
 
 
 def as_target(value: Any, target: Any) -> Any:
@@ -128,54 +121,30 @@ def _rows(slot: Slot, local: LocalSlice) -> tuple[int, int]:
 
 def _axes(bucket: ParamGroup) -> tuple[str, ...]:
     """The last one cuts rows, if any does. The tensor-parallel one stands before it: rows are those of its shards."""
-    own, mesh, tensor = bucket.cuts.own, bucket.mesh, bucket.tp
-    of_tensor = () if tensor is None else ("tensor",)
-    if own == On(SHARD, SHARD) and mesh.outer is not None:
-        return (*of_tensor, "everyone")
-    outer = () if mesh.outer is None else ("outer",)
-    return ("inner", *of_tensor, *outer) if own.outer is SHARD and outer else (*outer, *of_tensor, "inner")
+    own, tensor = bucket.cuts.own, () if bucket.tp is None else ("tensor",)
+    if own == On(SHARD, SHARD):
+        return (*tensor, "everyone")
+    outer = () if bucket.mesh.outer is None else ("outer",)
+    return ("inner", *tensor, *outer) if own.outer is SHARD else (*outer, *tensor, "inner")
 
 
-def _positions(cuts: Cuts, mesh: Mesh) -> Sequence[int]:
-    width = cuts.layout.outer
-    if cuts.own == On(SHARD, SHARD) and mesh.outer is not None:
-        where = {rank: i * width + o for o, row in enumerate(_grid(mesh)) for i, rank in enumerate(row)}
-        return [where[rank] for rank in dist.get_process_group_ranks(mesh.everyone.group)]
-    if cuts.own.outer is SHARD and mesh.outer is not None:
-        return range(cuts.place.outer_size)
-    return range(0, cuts.place.inner_size * width, width)
-
-
-def _grid(mesh: Mesh) -> list[list[int]]:
-    ranks = dist.get_process_group_ranks(mesh.everyone.group)
-    size = mesh.inner.size
-    grid = [ranks[begin : begin + size] for begin in range(0, len(ranks), size)]
-    column = [row[mesh.place.inner_rank] for row in grid]
-    outer = [dist.get_rank()] if mesh.outer is None else dist.get_process_group_ranks(mesh.outer.group)
-    if grid[mesh.place.outer_rank] != dist.get_process_group_ranks(mesh.inner.group) or column != outer:
-        raise NotImplementedError(
-            f"ranks {ranks} are not in outer-major order: state by name is handed out for grids whose inner groups are"
-            " neighbours in hybrid_fsdp_group"
-        )
-    return grid
+def _positions(cuts: Cuts) -> list[int]:
+    """Ranks of the layout in the order of the axis that cuts rows."""
+    outer, inner = cuts.layout.outer, cuts.place.inner_size if cuts.own.inner is SHARD else 1
+    return [i * outer + o for o in range(outer) for i in range(inner)]
 
 
 def _device_mesh(mesh: Mesh, tensor: Communicator | None, axes: tuple[str, ...]) -> DeviceMesh:
     """A mesh with these axes. *Collective* over the tensor-parallel one."""
-    kind = mesh.inner.runtime.device.type
     comms = {"outer": mesh.outer, "inner": mesh.inner, "everyone": mesh.everyone, "tensor": tensor}
-    groups = [comm.group for axis in axes if (comm := comms[axis]) is not None]
+    found = [comm for axis in axes if (comm := comms[axis]) is not None]
+    groups, kind = [comm.group for comm in found], mesh.inner.runtime.device.type
     if len(axes) == 1:
         return DeviceMesh.from_group(groups[0], kind)
-    grid = torch.tensor(_grid(mesh))
+    grid = torch.tensor(dist.get_process_group_ranks(mesh.everyone.group)).view(1, -1, mesh.inner.size)
     if tensor is not None:
-        grid = grid.to(tensor.runtime.device)
-        grids = [torch.empty_like(grid) for _ in range(tensor.size)]
-        dist.all_gather(grids, grid, group=tensor.group)
-        grid = torch.stack(grids, dim=-1).cpu()
-    names = ["outer", "inner", "tensor"]
-    if "everyone" in axes:
-        grid, names = grid.flatten(0, 1), ["everyone", "tensor"]
-    order = sorted(range(grid.ndim), key=lambda at: axes.index(names[at]) if names[at] in axes else len(axes))
-    grid = grid.permute(order)
-    return DeviceMesh.from_group(groups, kind, mesh=grid.reshape(grid.shape[: len(axes)]), mesh_dim_names=axes)
+        grid = all_values(tensor, grid[0].to(tensor.runtime.device), "ranks of a grid").cpu()
+    wanted, dims = " ".join(axes).replace("everyone", "outer inner").split(), ["tensor", "outer", "inner"]
+    grid = grid.permute([dims.index(each) for each in dict.fromkeys([*wanted, *dims])])
+    grid = grid.reshape([comm.size for comm in found])
+    return DeviceMesh.from_group(groups, kind, mesh=grid, mesh_dim_names=axes)

@@ -1,8 +1,7 @@
 """Edits of unsharded weights by the program: main weights take them, or they are refused.
 
-Where main weights are the compute weights, an edit of one is an edit of the other. Elsewhere main weights
-take what differs from them when cast: of weights that stay unsharded at the end of a forward or backward, of gathered
-ones at the end of `unsharded()`. Any other edit that torch counts is refused; one through
+Where main weights are the compute weights, an edit of one is an edit of the other. Elsewhere main weights take what
+differs from them when cast, at the end of `unsharded()`. Any other edit that torch counts is refused; one through
 `.data` in place inside a forward, which it does not count, is lost.
 """
 
@@ -14,12 +13,6 @@ import torch
 from torch import Tensor
 
 from harness.fsdp.storage.param_group import ParamGroup
-
-
-def adopt(bucket: ParamGroup) -> None:
-    if bucket.is_resident and not bucket.computes_with_main_weights and bucket.views.edited():
-        take_over(bucket, differing(bucket))
-        bucket.views.forget_edits()
 
 
 def refuse_lost(bucket: ParamGroup) -> None:

@@ -50,10 +50,8 @@ class GroupKey:
 
     @property
     def label(self) -> str:
-        marks = ("" if self.trainable else "/frozen") + ("/experts" if self.expert else "")
-        marks += "/fp8" * self.fp8
-        marks += "" if self.stored is None else f"/{self.stored}".replace("torch.", "")
-        return str(self.dtype).removeprefix("torch.") + marks
+        marks = "frozen" * (not self.trainable), "experts" * self.expert, "fp8" * self.fp8, self.stored
+        return "/".join(str(each) for each in (self.dtype, *marks) if each).replace("torch.", "")
 
     def resolve(self, policy: MixedPrecisionPolicy) -> Dtypes:
         dtypes = policy.resolve(self.dtype) if self.trainable else Dtypes.frozen(self.dtype, self.stored)

@@ -74,14 +74,11 @@ class ModuleSlot:
     def put(self, coming: nn.Parameter, leaving: nn.Parameter) -> None:
         if self.param is leaving and (module := self.module()) is not None:
             setattr(module, self.name, coming)
-            for held in weak_references(module):  # else a recurrent layer collects its parameters anew
-                held[:] = [weakref.ref(coming) if each is not None and each() is leaving else each for each in held]
-
-
-def weak_references(module: nn.Module) -> list[list[Any]]:
-    """Lists of them among a module's attributes; a recurrent layer's tells which parameters it has flattened."""
-    lists = (held for held in vars(module).values() if type(held) is list)
-    return [held for held in lists if any(isinstance(each, weakref.ref) for each in held)]
+            # a recurrent layer's list of those it has flattened; else it collects its parameters anew
+            for held in (each for each in vars(module).values() if type(each) is list):
+                for place, each in enumerate(held):
+                    if isinstance(each, weakref.ref) and each() is leaving:
+                        held[place] = weakref.ref(coming)
 
 
 def slots_of(module: nn.Module) -> dict[int, list[ModuleSlot]]:
@@ -99,17 +96,13 @@ class Whereabouts:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._parts = [(path, weakref.ref(part)) for path, part in module.named_modules()]
-        self._have = [_contents(part) for part in module.modules()]
+        self._parts = [(path, weakref.ref(part), _contents(part)) for path, part in module.named_modules()]
 
     def check(self) -> None:
-        for place, (path, reference) in enumerate(self._parts):
-            part = reference()
-            if part is None:
-                continue
-            if (have := _contents(part)) != self._have[place]:
+        for place, (path, reference, had) in enumerate(self._parts):
+            if (part := reference()) is not None and (have := _contents(part)) != had:
                 check_names(part, path)
-                self._have[place] = have
+                self._parts[place] = path, reference, have
 
 
 def _contents(part: nn.Module) -> tuple[list[str], list[int], list[int]]:
@@ -163,22 +156,24 @@ class ParameterViews:
 
     @property
     def at_rest(self) -> list[nn.Parameter]:
-        return [param for _, param in self._params] if (sharded := self.sharded()) is None else sharded.params
+        params: list[nn.Parameter] = self.sharded().params
+        return params
 
     @by_engine
     def check_untouched(self) -> None:
-        if self._bare and all(map(_is_same, self._bare, self.unsharded)):
-            return
-        for (name, param), view in zip(self._params, self.unsharded, strict=True):
-            if not _is_same(values_here(param), view):
-                raise RuntimeError(
-                    f"parameter {name} was changed after sharding: its data is no longer the engine's (cast, moved,"
-                    " parametrized or replaced); change it before sharding"
-                )
+        changed = self.sharded().changed()
+        if changed is None and not (self._bare and all(map(_is_same, self._bare, self.unsharded))):
+            pairs = zip(self._params, self.unsharded, strict=True)
+            changed = next((name for (name, param), view in pairs if not _is_same(values_here(param), view)), None)
+        if changed is not None:
+            raise RuntimeError(
+                f"parameter {changed} was changed after sharding: its data is no longer the engine's (cast, moved,"
+                " parametrized or swapped); change it before sharding"
+            )
 
     def flags(self) -> list[bool]:
-        sharded = self.sharded()
-        return [param.requires_grad for _, param in self._params] if sharded is None else sharded.flags()
+        flags: list[bool] = self.sharded().flags()
+        return flags
 
     @by_engine
     def forget_edits(self) -> None:
