@@ -9,7 +9,11 @@ from harness.config.rules import environment
 from tests.support.composing import compose
 
 
-def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_tools_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment.shutil, "which", lambda _: None)
+    with pytest.raises(BadRequest, match="no sbatch on PATH"):
+        compose(["cluster=slurm"])
+    compose(["cluster=slurm", "launch.dry_run=true"])
     monkeypatch.setattr(environment.importlib.util, "find_spec", lambda _: None)
     with pytest.raises(BadRequest, match="wandb is not installed"):
         compose(["wandb=offline"])

@@ -43,6 +43,7 @@ dtype.grad_accum=bf16 | dtype.grad_accum | dtype.grad_accum=fp32 | dtype=bf16_co
 engine=fsdp2 sharding=optim | sharding.strategy | sharding=optim_grads | engine=fsdp2 sharding=optim_grads
 engine=deepspeed mesh=two_by_two | sharding.strategy | engine=native | engine=native mesh=two_by_two
 numerics.exact_bits=40 | numerics.exact_bits | numerics=exact | numerics=exact numerics.exact_bits=40
+engine.double_buffer=true engine.prefetch=2 | engine.prefetch | engine.prefetch=1 | engine.double_buffer=true
 engine=fsdp2 mesh.world_size=4 mesh.dp_outer=3 | mesh.dp_outer | mesh.world_size=3 | mesh.dp_outer=1
 sharding=hsdp | sharding | mesh=two_by_two | engine=fsdp1 sharding=hsdp mesh=two_by_two
 engine=deepspeed dtype=fp64 | dtype.compute | engine=native | engine=deepspeed dtype=bf16
@@ -57,6 +58,10 @@ dtype.compute=fp16 | dtype.compute |
     dtype.loss_scale=dynamic (engine=native) | dtype.compute=fp16 dtype.allow_low_precision_grads=true
 engine=fsdp1 sharding=optim_grads dtype=fp8_current | dtype.fp8 |
     engine=native | engine=fsdp2 sharding=optim_grads dtype=fp8_current
+dtype=fp8_block | dtype.fp8 | model=tiny_wide | dtype=fp8_block model=tiny_wide
+dtype=mxfp8 model=moe model.num_kv_heads=4 | dtype.fp8 | model=tiny_wide | dtype=fp8_current
+dtype=fp8_current model=odd | dtype.fp8 | model=tiny | dtype=fp8_current engine=ddp
+dtype=fp8_block model=tiny_wide mesh.tp=2 mesh.world_size=2 | dtype.fp8 | mesh.tp=1 | dtype=fp8_block model=tiny_wide
 dtype=fp8_current sharp=dp | dtype.fp8 | sharp=none | dtype=fp8_current
 dtype=fp64 dtype.fp8=current | dtype.compute | dtype.compute=bf16 | dtype=fp32 dtype.fp8=current
 engine=fsdp1 dtype=bf16 sharding=no_shard | dtype.compute | dtype.allow_low_precision_grads=true |
@@ -76,6 +81,8 @@ optimizer=muon engine=megatron_fsdp | optimizer | is not taken by engine=megatro
 optimizer=muon dtype=bf16_pure numerics=ordered | optimizer.name | optimizer=adamw |
 optimizer=muon optimizer.ns_coefficients=[1,2] | optimizer.ns_coefficients | three numbers |
 engine=fsdp2 dtype=fp16 | dtype.loss_scale | engine=native | dtype=fp16
+dtype=fp16 engine.report_nan_in_param_grad=true | engine.report_nan_in_param_grad |
+    dtype.loss_scale=none | dtype=bf16 engine.report_nan_in_param_grad=true
 dtype=bf16_pure dtype.loss_scale=dynamic | dtype.main_grads |
     dtype.main_grads=fp32 | dtype=bf16 dtype.loss_scale=dynamic
 dtype=bf16 dtype.loss_scale_growth_steps=9 | dtype.loss_scale_growth_steps |
@@ -91,6 +98,7 @@ sharp=dp_outer | sharp.group | mesh=two_by_two | sharp=dp engine=fsdp2
 sharp=dp engine=fsdp2 mesh=two_by_two | sharp.group | engine=native | engine=fsdp2 mesh=two_by_two sharp=none
 engine=ext | engine | docs/adapter.md | engine=native
 dtype.compute=fp64 | dtype.main_params | dtype.main_params=fp64 | dtype=fp64
+launch.inline=true | launch.inline | mesh=one | debug=inline
 cluster=slurm debug=inline | launch.inline | cluster=local |
 cluster=slurm cluster.device=cuda | cluster.gpus_per_node | cluster.gpus_per_node=2 |
 cluster=slurm launch.root='/tmp/50%' | launch.root | a folder without |
@@ -130,6 +138,7 @@ cluster=slurm launch.root='/a:b' | launch.root | ends an entry of PYTHONPATH |
 mesh.dp_outer=8 | mesh.dp_outer | does not divide |
 mesh.world_size=4 mesh.tp=3 | mesh.tp | does not divide mesh.world_size=4 |
 mesh.world_size=4 mesh.tp=2 engine=fsdp1 | mesh.tp | engine=fsdp1 does not support |
+mesh.world_size=4 mesh.tp=2 model=odd | mesh.tp | model.family=odd has no tensor-parallel plan |
 mesh.world_size=4 mesh.tp=2 sharp=dp | sharp.group | is not implemented with mesh.tp=2 |
 mesh.world_size=4 mesh.tp=4 model.num_heads=6 model.dim=96 | model.num_heads | or mesh.tp=2 |
 mesh.world_size=8 mesh.tp=8 | model.num_kv_heads | is not divisible by mesh.tp=8 |
@@ -195,6 +204,16 @@ def test_missing_or_wrong_data(tmp_path: Path) -> None:
 def test_a_control_character_is_refused(word: str) -> None:
     (told,) = violations("cluster=slurm", word, DRY).values()
     assert "control character" in told
+
+
+def test_a_checkpoint_of_a_later_step_is_refused(tmp_path: Path) -> None:
+    for step in (5, 60):
+        (tmp_path / "ckpt" / f"step-{step:06d}").mkdir(parents=True)
+        (tmp_path / "ckpt" / f"step-{step:06d}" / "manifest.json").touch()
+    found = violations(f"ckpt.load={tmp_path}", "train.steps=10", DRY)
+    assert "begins after step 60" in found["ckpt.load"]
+    assert "train.steps=70" in found["ckpt.load"]
+    assert compose([f"ckpt.load={tmp_path}/ckpt/step-000005", "train.steps=10", DRY])
 
 
 @pytest.mark.parametrize("group", ["study", "debug", "experiment"])

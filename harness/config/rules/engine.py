@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from harness.config.capabilities import ENGINES
-from harness.config.derived import accumulate_dtype, data_ranks, global_microbatches, may_leave_unused
+from harness.config.derived import accumulate_dtype, data_ranks, fixed_buffers, global_microbatches, may_leave_unused
 from harness.config.doc import as_typed
 from harness.config.errors import Violation
 from harness.config.own import capabilities_of
@@ -23,6 +23,7 @@ from harness.config.schema import (
     Strategy,
 )
 from harness.fsdp import Placements
+from harness.fsdp.options import TOO_FAR_AHEAD
 from harness.store.screen import counted
 
 _BITWISE = (Numerics.ordered, Numerics.exact)
@@ -212,6 +213,15 @@ bits_do_not_depend_on_cuts = refusal(
     "optimizer=adamw, dtype.main_params=fp32, or numerics=fast",
 )
 """torch's 16-bit add with a factor rounds differently at the end of a tensor: only AdamW steps without it."""
+
+
+prefetched_units_have_room = refusal(
+    lambda c: c.engine.prefetch > 1 and fixed_buffers(c),
+    "engine.prefetch",
+    TOO_FAR_AHEAD,
+    "engine.prefetch=1, or engine.double_buffer=false nccl_ub=none",
+    reads="engine.double_buffer engine.prefetch",
+)
 
 
 @rule("model.skip_idle")

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 from collections.abc import Iterator
 
 from harness.config.errors import Violation
-from harness.config.rules.request import Request, rule
-from harness.config.schema import WandbMode
+from harness.config.rules.request import Request, refusal, rule
+from harness.config.schema import Backend, WandbMode
 from harness.config.wandb_mode import wandb_mode
 from harness.store.provenance import versions
+
+scheduler_exists = refusal(
+    lambda c: c.cluster.backend is Backend.slurm and shutil.which("sbatch") is None,
+    "cluster.backend",
+    "there is no sbatch on PATH",
+    "cluster=local, or a login node",
+)
 
 
 @rule()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 from harness.config.captured import captured
 from harness.config.derived import devices_per_node
@@ -10,9 +12,18 @@ from harness.config.doc import settings
 from harness.config.errors import Violation
 from harness.config.rules.request import STEP_LISTS, Request, refusal, rule
 from harness.config.schema import Backend, CkptPolicy, Device, Dtype, EngineName, MeasureMode, WandbMode
+from harness.store.reading import folder_names
 from harness.store.redaction import redactor
+from harness.store.rundir import checkpoint_folder
 from harness.store.screen import counted
 
+inline_is_one_rank = refusal(
+    lambda c: c.launch.inline and c.mesh.world_size > 1,
+    "launch.inline",
+    "runs one rank in this process, and mesh.world_size={mesh.world_size}",
+    "mesh=one, or debug=inline, which says both",
+    reads="mesh.world_size",
+)
 inline_is_here = refusal(
     lambda c: c.launch.inline and c.cluster.backend is Backend.slurm,
     "launch.inline",
@@ -65,6 +76,33 @@ def nothing_secret_is_frozen(request: Request) -> Iterator[Violation]:
             subject = f"{path}={hidden}"
             fix = "leave it in the environment, which ranks inherit, or in a file that cluster.setup sources"
             yield Violation(subject, "holds a secret, and would be written into the run's directory", fix=fix)
+
+
+STEP = "step-"
+
+
+@rule("ckpt.load", "train.steps")
+def checkpoint_is_there(request: Request) -> Iterator[Violation]:
+    """`ckpt.load` holds a checkpoint of a step within the run. What is in it is checked when it is loaded."""
+    named, steps = request.config.ckpt.load, request.config.train.steps
+    if named is None:
+        return
+    found = checkpoint_steps(Path(named)) if os.path.isdir(named) else []
+    if not found:
+        fix = "ckpt.load=runs/STUDY/RUN, its ckpt folder, a step-* folder in it, digits of its signature, or @last"
+        yield request.wrong("ckpt.load", "holds no checkpoint", fix=fix)
+    elif found[-1] > steps:
+        yield request.wrong(
+            "ckpt.load",
+            f"begins after step {found[-1]}, and train.steps={steps} counts from the beginning of training",
+            fix=f"train.steps={found[-1] + steps}, or an earlier step-* folder",
+        )
+
+
+def checkpoint_steps(path: Path) -> list[int]:
+    names = [path.name] if path.name.startswith(STEP) else folder_names(checkpoint_folder(path))
+    numbers = (name.removeprefix(STEP) for name in names if name.startswith(STEP))
+    return sorted(int(number) for number in numbers if number.isascii() and number.isdigit())
 
 
 @rule("launch.preempt_at", "train.steps")

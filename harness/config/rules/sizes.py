@@ -107,6 +107,14 @@ def tensor_axis_divides_the_ranks(request: Request) -> Iterator[Violation]:
         yield request.wrong("mesh.tp", f"does not divide mesh.world_size={mesh.world_size}", choices, fix)
 
 
+tensor_parallelism_has_a_plan = refusal(
+    lambda c: c.mesh.tp > 1 and c.model.family is not ModelFamily.llama,
+    "mesh.tp",
+    "model.family={model.family.name} has no tensor-parallel plan",
+    "mesh.tp=1, or model=tiny",
+    choices="mesh.tp=1; families that do: llama",
+    reads="mesh.tp",
+)
 tensor_parallelism_has_no_switch = refusal(
     lambda c: c.mesh.tp > 1 and c.sharp.group.is_asked,
     "sharp.group",
