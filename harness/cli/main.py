@@ -143,6 +143,17 @@ def verbs_help(program: str, kinds: Mapping[str, Sequence[Verb]]) -> str:
     return "\n".join(lines)
 
 
+_PAGE = page("checkpoints.md")
+_TENSORS = f"{_PAGE} has the lines that read and write a checkpoint's tensors"
+MOVED = {
+    "bisect": f"git bisect run, with compare --code; see {page('bisect.md')}",
+    "export": _TENSORS,
+    "import": _TENSORS,
+    "power": "in a checkout: python benchmarks/power/class_runs.py",
+    "rehearse": f"run.py --from RUN study.name=again launch.preempt_at=N, twice, and compare; see {_PAGE}",
+}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -168,6 +179,8 @@ def read(words: Sequence[str]) -> tuple[Verb, Namespace]:
         return verb, parser_of(verb).parse_intermixed_args(words[1:])  # options stand anywhere among the other words
     if not words:
         raise refuse(commands.verb(), "needs a verb", choices=", ".join(named), fix=f"{commands.verb()} --help")
+    if words[0] in MOVED:
+        raise refuse(words[0], "is no verb any more", fix=MOVED[words[0]])
     if words[0].startswith("-"):
         raise refuse(words[0], "stands before the verb", fix=f"{commands.verb()} VERB {words[0]} ...")
     meant = nearest(words[0], named)
