@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from harness.fsdp.build import engine_of
 from harness.fsdp.guards.replicas import held_by_several
 from harness.fsdp.module import FSDPModule
-from harness.fsdp.options import Options
+from harness.fsdp.options import Options, refuse_unknown
 from harness.fsdp.policy import MixedPrecisionPolicy
 from harness.fsdp.preconditions import groups_of
 from harness.fsdp.runtime.step import StepError, StepState
@@ -48,7 +48,8 @@ UNBUILT = {
 
 def without_unbuilt(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The options among the arguments, all of them. NotImplementedError: another one of megatron-fsdp's asks for
-    something. TypeError: nobody knows one."""
+    something. TypeError: nobody knows one, with the nearest names."""
+    refuse_unknown(arguments, "fully_shard", ("module", *(fully_shard_model.__kwdefaults__ or ()), *UNBUILT))
     for name, value in arguments.items():
         if name in UNBUILT and value != UNBUILT[name]:
             raise NotImplementedError(f"{name}={value!r} is not built; only {name}={UNBUILT[name]!r} is accepted")

@@ -8,11 +8,12 @@ imported.
 
 from __future__ import annotations
 
+import difflib
 import math
 import numbers
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar, cast
 
@@ -192,3 +193,12 @@ def fixed_buffers(chosen: Mapping[str, Any]) -> bool:
     """True if gathered weights and unreduced gradients live in buffers that stay: asked for, or forced by user buffers,
     whose addresses are registered."""
     return bool(chosen["double_buffer"]) or chosen["nccl_ub"] is not Registration.none
+
+
+def refuse_unknown(given: Iterable[str], owner: str, known: Iterable[str]) -> None:
+    """Raise TypeError, with the nearest names, where a keyword of `owner` is neither an option nor `known`."""
+    names = list(dict.fromkeys((*OPTIONS, *known)))
+    for name in given:
+        if name not in names:
+            near = difflib.get_close_matches(name, names, n=3) or names
+            raise TypeError(f"{owner} got an unexpected argument {name!r}; nearest are {', '.join(near)}")

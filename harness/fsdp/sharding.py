@@ -20,7 +20,7 @@ from harness.fsdp.comm.communicator import Communicator
 from harness.fsdp.comm.device import usual_device
 from harness.fsdp.comm.mesh import Groups
 from harness.fsdp.guards.replicas import check_agreed
-from harness.fsdp.options import Options
+from harness.fsdp.options import Options, refuse_unknown
 from harness.fsdp.policy import MixedPrecisionPolicy
 from harness.fsdp.preconditions import check_request, groups_of_mesh, refuse_copy, resolve_classes
 from harness.fsdp.storage.at_rest import ShardedParameters, sharded_of
@@ -55,6 +55,7 @@ def shard(
 ) -> Any:
     """Shard a module in place, mix `kind` into its class, and return it; `harness.fsdp.api.fully_shard` describes the
     arguments. *Collective.*"""
+    refuse_unknown(options, "fully_shard", shard.__kwdefaults__ or ())
     chosen = Options(**options)
     if not isinstance(mp_policy, MixedPrecisionPolicy | None):
         raise TypeError(f"{mp_policy} is another engine's: give harness.fsdp.MixedPrecisionPolicy with its dtypes")

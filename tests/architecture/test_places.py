@@ -153,7 +153,7 @@ TOLD = {
     "option's sentence": ["a whole number, 1 to 9 cups, or null", "Cups for each unit; null is none."],
     "face": [
         "example_option=10 is out of range; valid are 1 to 9 cups, or None",
-        "Options.__init__() got an unexpected keyword argument 'example_optoin'",
+        "fully_shard got an unexpected argument 'example_optoin'; nearest are example_option",
     ],
     "engine": ["example", "SingleEngine", "Tea for one.", True],
     "sharding": [{"strategy": "optim_grads_params", "outer": "tea"}, "hftea", True],

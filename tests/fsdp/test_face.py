@@ -45,16 +45,16 @@ def test_every_argument_is_seen() -> None:
 
 
 @pytest.mark.parametrize(
-    ("entry", "unknown"),
+    ("entry", "unknown", "near"),
     [
-        (lambda m, **k: megatron.fully_shard(m, None, **k), "prefech"),
-        (fully_shard_model, "overlap_grad_reduc"),
-        (fully_shard_model, "mesh"),
-        (fully_shard, "zero_dp_strategy"),
+        (lambda m, **k: megatron.fully_shard(m, None, **k), "prefech", "prefetch"),
+        (fully_shard_model, "overlap_grad_reduc", "overlap_grad_reduce"),
+        (fully_shard_model, "zero_dp_stratgy", "zero_dp_strategy"),
+        (fully_shard, "zero_dp_strategy", ".*strategy"),
     ],
 )
-def test_an_unknown_keyword_is_named(entry: typing.Any, unknown: str) -> None:
-    with pytest.raises(TypeError, match=f"unexpected keyword argument '{unknown}'"):
+def test_an_unknown_keyword_gets_the_nearest_names(entry: typing.Any, unknown: str, near: str) -> None:
+    with pytest.raises(TypeError, match=f"fully_shard got .*'{unknown}'; nearest are {near}"):
         entry(nn.Linear(2, 2), **{unknown: 1})
 
 
