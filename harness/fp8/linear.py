@@ -69,8 +69,9 @@ class Fp8Linear(nn.Linear):
             if not is_ordinary or (chosen is not None and not chosen(name, layer)):
                 continue
             made: Any = layer  # its weight and bias are kept
+            kind: Any = type(layer)
             if not (problem := _problem(layer, found, owners)):
-                made.__class__, made.recipe = _made_of(type(layer)), found
+                made.__class__, made.recipe = _made_of(kind), found
                 names.append(name)
             elif chosen is not None:
                 raise ValueError(f"{name or 'the module'} was chosen for fp8={found.name}, but {problem}")

@@ -125,7 +125,7 @@ def _bare_copy(model: nn.Module, engine: Engine, memo: dict[int, Any]) -> nn.Mod
                 f"a copy of a sharded model whose parameters are {kind}: shard another one, and load state_dict()"
             )
         sharded: ShardedParameters = bucket.views.sharded()
-        for unsharded, at_rest, plain in zip(sharded.unsharded, sharded.params, sharded.types, strict=True):
+        for (unsharded, plain), at_rest in zip(sharded.own, sharded.params, strict=True):
             memo[id(unsharded)] = memo[id(at_rest)] = _on_meta(at_rest, plain, bucket)
     mixed: Any = type(model)
     parts = [
@@ -152,7 +152,8 @@ def _on_meta(param: nn.Parameter, own: type, bucket: ParamGroup) -> Tensor:
     data = torch.empty(param.shape, dtype=bucket.key.dtype, device="meta")
     made = nn.Parameter(data, bucket.key.trainable)
     made.__class__ = own
-    vars(made).update({name: value for name, value in vars(param).items() if not name.startswith("_")})
+    theirs = {name: value for name, value in vars(param).items() if not (name.startswith("_") or name == "base")}
+    vars(made).update(theirs)
     return made
 
 

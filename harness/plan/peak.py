@@ -51,6 +51,7 @@ class Step:
         self.kept, self.last, self.in_backward = 0, True, False
         self.whole, self.gathers = dict[str, int](), Counter[str]()
         self.sweep, self.on_way = list[Unit](), list[Unit]()
+        self.peak: dict[str, Any] = {}
         self.live: dict[str, Counter[str]] = {part: Counter() for part in (WEIGHTS, BUCKETS, SUMS)}
 
     def take(self, part: str, owner: str, num_bytes: int) -> None:
@@ -70,7 +71,7 @@ class Step:
     def run(self, marks: Sequence[Mark], k: int) -> dict[str, Any]:
         """The peak of a step of k microbatches that are alike: its bytes, their parts, and the moment in the step."""
         for _ in range(self.rounds):
-            self.peak: dict[str, Any] = {"total": 0, "moment": "", "parts": None}
+            self.peak = {"total": 0, "moment": "", "parts": None}
             for number in range(min(k, 3)):
                 self.last = number == min(k, 3) - 1
                 self.begin()

@@ -348,8 +348,9 @@ def replicated(value: Tensor, mesh: DeviceMesh, alike: DTensor | None = None) ->
 
 
 def set_apart(param: Any) -> None:
+    made = param
     if isinstance(param, DTensor):
-        param.base = local_tensor(param).clone()
-        put_local_tensor(param, param.base)
+        made.base = local_tensor(param).clone()
+        put_local_tensor(param, made.base)
     else:
         param.data = param.detach().clone()

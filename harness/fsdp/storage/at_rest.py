@@ -192,10 +192,10 @@ class Superseded:
 
 
 @cache
-def counting(own: type) -> type:
+def counting(own: Any) -> type:
     if own is nn.Parameter:
         return MainWeight
-    return own if issubclass(own, DTensor | MainWeight) else _mixed_with(MainWeight, own)
+    return cast(type, own) if issubclass(own, DTensor | MainWeight) else _mixed_with(MainWeight, own)
 
 
 @cache
@@ -233,7 +233,7 @@ class ShardedParameters:
                 vars(sharded).update({n: v for n, v in vars(param).items() if not n.startswith("_fsdp_")})
                 setattr(sharded, HOME, getattr(param, HOME))
                 setattr(param, SHARDED, sharded)
-        self._own = [(param, type(param)) for param in self.unsharded]
+        self.own = [(param, type(param)) for param in self.unsharded]
         both = list(zip(self.unsharded, self.params, strict=True))
         self._same = [(param, type(param)) for param, sharded in both if param is sharded]
         self._pairs = [(param, sharded, type(param)) for param, sharded in both if param is not sharded]
@@ -286,7 +286,7 @@ class ShardedParameters:
             param.__class__ = _mixed_with(Superseded, own)
 
     def count_edits(self) -> None:
-        for param, own in self._own:
+        for param, own in self.own:
             param.__class__ = counting(own)
 
     def flags(self) -> list[bool]:
