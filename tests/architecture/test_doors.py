@@ -102,7 +102,7 @@ def now() -> Uses:
 def test_at_most_twelve_names_of_the_engine_are_used() -> None:
     assert faults(now()) == []
     assert len(names(now(), "door")) > 8, "names are counted"
-    assert len(names(now(), "inside", own=True)) > 100, "the engine's own tests read its inside"
+    assert len(names(now(), "inside", own=True)) > 90, "the engine's own tests read its inside"
 
 
 ADDED = {

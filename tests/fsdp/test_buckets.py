@@ -75,8 +75,8 @@ def live_bytes() -> int:
     held: dict[int, int] = {}
     # A gradient that autograd put in place is no Python object until somebody asks for it.
     tensors = [each for each in gc.get_objects() if issubclass(type(each), Tensor)]
-    tensors += [found for each in tensors if each.is_leaf and (found := grad_of(each)) is not None]
     with torch._C.DisableTorchFunctionSubclass():  # a parameter that was kept lets nobody look
+        tensors += [found for each in tensors if each.is_leaf and (found := grad_of(each)) is not None]
         for tensor in tensors:
             if type(tensor) is Tensor or type(tensor) is nn.Parameter:
                 storage = tensor.untyped_storage()

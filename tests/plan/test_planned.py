@@ -127,16 +127,9 @@ def test_an_engine_without_a_plan_is_refused() -> None:
     assert planned(config) == {"refused": f"engine=ext is not planned; valid: {valid}"}
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("dtype=fp8_block model.dim=24", "both sizes must be multiples of 128"),
-        ("model=odd mesh.tp=2", "declares no plan of tensor parallelism"),
-        ("numerics=exact dtype=bf16_comm", "sends 64-bit integers and rounds once"),
-    ],
-)
-def test_a_plan_refuses_in_its_words_what_a_rank_would(words: str, said: str) -> None:
-    assert said in planned(compose(("data=synthetic", "launch.dry_run=true", *words.split())).config)["refused"]
+def test_a_plan_refuses_in_its_words_what_a_rank_would() -> None:
+    found = planned(compose(("data=synthetic", "launch.dry_run=true", "numerics=exact", "dtype=bf16_comm")).config)
+    assert "sends 64-bit integers and rounds once" in found["refused"]
 
 
 AREA = "Plans of memory and traffic"

@@ -31,7 +31,7 @@ QUANTIZED = (Dtype.fp32, Dtype.bf16, Dtype.fp16)
 """Dtypes that are quantized to 8 bits: fp32 holds each of their numbers."""
 
 FAMILIES = (ModelFamily.llama, ModelFamily.moe)
-"""Of models with projections, which are multiplied in 8 bits."""
+"""Model families whose projections may be multiplied in 8 bits."""
 
 eight_bits_have_projections = refusal(
     lambda c: c.dtype.fp8 is not None and c.model.family not in FAMILIES,

@@ -149,7 +149,7 @@ class Readiness:
 
     @property
     def is_over(self) -> bool:
-        if self.hidden_calls or self.due or self._due_params:
+        if self.hidden_calls or self.due or self.inside or self._due_params:
             return False
         return self._is_reached or len(self._arrived) == len(self.trained)
 
