@@ -303,7 +303,7 @@ class BackwardHooks:
     def _post_backward(self, unit: Unit) -> None:
         if unit.is_root:
             return
-        if unit.readiness.is_passed:
+        if not unit.readiness.is_blind:
             self.gather.reshard(unit)
         if not self.step.plan.reduce_units:
             self.reduce.bring_in(unit)

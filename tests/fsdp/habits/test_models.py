@@ -294,7 +294,7 @@ MUTANTS = of_slips(
         attacking_past_a_stop / no_shard
     [Hidden tensors]
     gradients are the end: A unit whose inputs are hidden is resharded when its weights have gradients
-        fsdp.runtime.readiness.Readiness.is_passed: self.due or self.inside or => self.due or
+        fsdp.runtime.readiness.Readiness.is_over: self.due or self.inside or => self.due or
         stopping
     next unit waits for its outputs: A unit is unsharded only for gradients of its outputs, not of what it left behind
         fsdp.runtime.gather.GatherPipeline.unshard_next: lambda *_, **__: None
