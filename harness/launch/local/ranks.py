@@ -141,7 +141,7 @@ def _start_rank(run: Path, attempt: int, number: int, variables: dict[str, str],
     held, parent_pipe = SERVER.Pipe(duplex=False)
     environment, words = child_environment(variables, os.environ), worker_command(run, attempt)[3:]
     try:
-        with held, Connection(os.dup(lock), writable=False) as kept, _without_main():
+        with held, Connection(os.dup(lock), writable=False) as kept, _apart():
             process = SERVER.Process(target=_be_rank, args=(words, environment, log, held, kept))
             process.start()
     except BaseException:
@@ -151,12 +151,15 @@ def _start_rank(run: Path, attempt: int, number: int, variables: dict[str, str],
 
 
 @contextlib.contextmanager
-def _without_main() -> Iterator[None]:
-    """Keep multiprocessing from running this process's script again in each rank."""
+def _apart() -> Iterator[None]:
+    """Keep multiprocessing from running this process's script again in each rank, and its start method (joblib's)."""
     main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
+    method = multiprocessing.get_start_method(allow_none=True)
+    multiprocessing.set_start_method("forkserver", force=True)
     try:
         yield
     finally:
+        multiprocessing.set_start_method(method, force=True)
         sys.modules["__main__"] = main
 
 
