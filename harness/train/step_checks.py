@@ -3,7 +3,9 @@
 [Note: StepChecks] A captured step is examined whole (`captures`); every other one is looked at through sketches and a
 sample, which cost a few passes over what a rank holds and nothing on the wire but a small sum. From step to step:
 
-    before      weights and a sample of moments against what the step before left; weights as forwards should see them
+    before      weights and a sample of moments against what the step before left; weights as forwards should see them.
+                Weights that a rank keeps whole, and computes with where it keeps them, are looked at by the forward:
+                once is enough of one memory
     again       in captured and drawn steps, local gradients by the plain model (`harness.train.again`); in the last of
                 them also whether that is the function it was when the run began
     forward     weights as modules look them up; local gradients as autograd hands them over (`LocalWatch`)
@@ -163,6 +165,9 @@ class StepChecks(Callback):
 
     def _begin(self) -> None:
         self.summed, self.largest = summed_table(len(self.pieces)), largest_table(len(self.pieces))
+        self.begun: dict[int, Sketch] = {}
+        self.in_forward: dict[int, Tensor] = {}
+        """Weights, by place, whose sketch in `begun` is taken by the step's first forward."""
         self.watching: LocalWatch | None = None
         self.forward: ForwardWatch | None = None
         self.again: Sketch | None = None
@@ -173,7 +178,7 @@ class StepChecks(Callback):
     # -- a step ------------------------------------------------------------------------------------------------------
 
     def before(self, step: int, batches: Sequence[Microbatch], engine: Engine) -> None:
-        """Observe the state before the step."""
+        """Observe the state before the step, except weights left to its first forward (`_settle`)."""
         if not self.cadence.looks(step):
             self.left = self.whole = self.moments = None
             return
@@ -184,18 +189,34 @@ class StepChecks(Callback):
 
     def _look_before(self, step: int) -> None:
         self._begin()
-        found, self.values = sketches(self.signs, self.pieces, squares=self.left is None), self.sample.look()
+        if self.cast is None and self.left is not None and self.session.engine.seen() is not None:
+            self.in_forward = {place: piece.local for place, piece in enumerate(self.pieces) if piece.is_whole}
+        self.begun = {place: self._begins(place) for place in range(len(self.pieces)) if place not in self.in_forward}
+        if self.cast is not None:
+            cast = [piece.sketch(self.signs, piece.local.to(self.cast), squares=False) for piece in self.pieces]
+            self.summed.put_shares("cast", Sketch.stack(cast), self.counted)
+        self.values = self.sample.look()
+        if self.matrices is not None:
+            self.matrices.before(step)
+        self.summed["moments_before"][:] = self.sample.of_moments(self.values, len(self.pieces))
+
+    def _begins(self, place: int) -> Sketch:
+        piece = self.pieces[place]
+        return piece.sketch(self.signs, piece.local, squares=self.left is None)
+
+    def _settle(self) -> None:
+        """Complete the sketches before the step, after the forwards and before the update, with weights no forward used
+        in place."""
+        seen = {} if self.watching is None else self.watching.begun
+        for place in self.in_forward:
+            self.begun[place] = seen[place] if place in seen else self._begins(place)
+        found = Sketch.stack([self.begun[place] for place in range(len(self.pieces))])
         if self.left is not None:  # squares are a scale, of what is the same where `kept` is nought
             found = found._replace(squares=self.left[0].squares)
             self.largest["kept"][:] = self._kept(found, self.values)
         self.summed.put_shares("before", found, self.counted)
-        if self.cast is not None:
-            cast = [piece.sketch(self.signs, piece.local.to(self.cast), squares=False) for piece in self.pieces]
-            found = Sketch.stack(cast)
-        self.summed.put_shares("cast", found, self.counted)
-        if self.matrices is not None:
-            self.matrices.before(step)
-        self.summed["moments_before"][:] = self.sample.of_moments(self.values, len(self.pieces))
+        if self.cast is None:
+            self.summed.put_shares("cast", found, self.counted)
 
     def work_out_again(self, step: int) -> None:
         """Recompute local gradients with the plain model in chosen steps, and evaluate it in the first and the last of
@@ -220,7 +241,7 @@ class StepChecks(Callback):
         if seen is None or not self.cadence.looks(step):
             return nullcontext()
         self.divisor, aside = seen.divisor, self._aside
-        self.watching = LocalWatch(seen.module, self.names, self.signs, aside=aside)
+        self.watching = LocalWatch(seen.module, self.names, self.signs, kept=self.in_forward, aside=aside)
         watches = ExitStack()
         watches.enter_context(self.watching)
         if step == 1 and seen.compute.is_floating_point and seen.compute.itemsize in (2, 4):
@@ -241,6 +262,7 @@ class StepChecks(Callback):
                 self._look_at_gradients(engine)
 
     def _look_at_gradients(self, engine: Engine) -> None:
+        self._settle()
         gradients = engine.local_gradients()
         if gradients is None:
             return

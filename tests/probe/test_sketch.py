@@ -82,8 +82,30 @@ def wrong_cells() -> Iterator[str]:
             yield f"a {name}: four sketches err more than four draws do"
 
 
+def wrong_places() -> Iterator[str]:
+    """The first look at a weight is also one at what is kept, where that is the very memory, and nowhere else."""
+    layer, other = torch.nn.Linear(3, 2), torch.nn.Linear(2, 2)
+    model = torch.nn.Sequential(layer, other)
+    names = [name for name, _ in model.named_parameters()]
+    kept = {0: layer.weight.detach(), 2: other.weight.detach().clone(), 3: other.bias.detach()[:1]}
+    first = layer.weight.detach().clone()
+    with LocalWatch(model, names, Signs(), kept=kept) as watch:
+        model(torch.ones(4, 3))
+        with torch.no_grad():
+            layer.weight += 1
+        model(torch.ones(4, 3))
+    if list(watch.begun) != [0]:
+        yield f"looks at {list(watch.begun)} are taken for looks at what is kept"
+    elif not torch.equal(watch.begun[0].values, Signs().sketch(names[0], (2, 3), first, Place.whole((2, 3))).values):
+        yield "not the first look"
+
+
 test_a_mutant_is_found = finds(
     "The comparator: sketches",
+    wrong_places="""
+        every look is one at what is kept: A step begins with what its forward computes with, whatever the rank keeps
+            probe.step_checks.local.LocalWatch._forward: _is_same_memory(weight, kept) => True
+    """,
     wrong_cells="""
         a row is one cell: All sketches of a row alone have one size, and may all be small
             probe.step_checks.sketch.cell_of: width // CELLS => width

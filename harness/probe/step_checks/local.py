@@ -10,6 +10,7 @@ them; of very large batches the first `ROWS` positions are looked at.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext
 from typing import Any
 
@@ -26,8 +27,8 @@ class LocalWatch:
     """Context manager around a step's forwards and backwards.
 
     Hooks see autograd's gradient of a parameter before the engine does, and a weight as the module looks it up. Args:
-    names: parameters in model order. weights: observe forwards' weights too. aside: context of its hooks
-    (`Timers.aside`).
+    names: parameters in model order. weights: observe forwards' weights too. kept: indices of unsharded weights: if a
+    forward uses that very memory, its first sketch is `begun`'s too. aside: context of its hooks (`Timers.aside`).
     """
 
     def __init__(
@@ -37,9 +38,13 @@ class LocalWatch:
         signs: Signs,
         *,
         weights: bool = True,
+        kept: Mapping[int, Tensor] | None = None,
         aside: Aside = nullcontext,
     ) -> None:
         self.module, self._aside = module, aside
+        self._kept = dict(kept or {})
+        self.begun: dict[int, Sketch] = {}
+        """Sketches, without squares, of weights in `kept` at their first use in this step."""
         self._looks_at_weights = weights
         self.signs = signs
         self._places = {name: place for place, name in enumerate(names)}
@@ -70,11 +75,15 @@ class LocalWatch:
         if name in self._quantized:  # used in 8 bits, not cast: no sketch of the main weight is its own
             self.hidden.add(self._places[name])
         else:
-            self._look(self._weights, name, weight, squares=False)
+            found = self._look(self._weights, name, weight, squares=False)
+            kept = self._kept.pop(self._places[name], None)
+            if kept is not None and _is_same_memory(weight, kept):
+                self.begun[self._places[name]] = found
 
-    def _look(self, seen: list[tuple[int, Sketch]], name: str, tensor: Tensor, *, squares: bool = True) -> None:
+    def _look(self, seen: list[tuple[int, Sketch]], name: str, tensor: Tensor, *, squares: bool = True) -> Sketch:
         found = self.signs.sketch(name, tensor.shape, tensor, Place.whole(tensor.shape), squares=squares)
         seen.append((self._places[name], found))
+        return found
 
     @property
     def saw_gradients(self) -> bool:
@@ -96,6 +105,12 @@ class LocalWatch:
 
     def _table(self, value: float) -> Tensor:
         return torch.full((len(self._places), SKETCHES), value, dtype=torch.float64)
+
+
+def _is_same_memory(one: Tensor, other: Tensor) -> bool:
+    if (one.dtype, one.shape, one.stride(), one.device) != (other.dtype, other.shape, other.stride(), other.device):
+        return False
+    return one.data_ptr() == other.data_ptr()
 
 
 ROWS = 1 << 20
