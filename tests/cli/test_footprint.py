@@ -29,12 +29,14 @@ def test_a_default_run_leaves_few_files_and_starts_few_processes(tmp_path: Path)
     root, hooks, starts = tmp_path / "runs", tmp_path / "hooks", tmp_path / "starts"
     hooks.mkdir()
     (folder := tmp_path / ("t" * 90)).mkdir()
+    (tmp_path / "harness").mkdir()
+    (tmp_path / "harness/__init__.py").write_text("raise SystemExit('a stray package')")
     (hooks / "sitecustomize.py").write_text(COUNTER.format(file=str(starts)))
     words = [sys.executable, str(ROOT / "run.py"), f"launch.root={root}"]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
     environment["TMPDIR"] = str(folder)  # longer than a socket's path may be
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(hooks), os.environ.get("PYTHONPATH")]))
-    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     files = [path for path in root.rglob("*") if path.is_file() and path.name != "diff.patch"]
     assert len(files) <= MOST_FILES, sorted(str(path.relative_to(root)) for path in files)

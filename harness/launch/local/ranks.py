@@ -123,7 +123,8 @@ def start_ranks(run: Path, attempt: int, config: Config, *, start: str, lock: in
 def _start_server(config: Config) -> None:
     """Start the server, unless it runs, with the variables that are read when a process, or torch, begins."""
     before, folder = dict(os.environ), tempfile.gettempdir()
-    os.environ.update(child_environment(run_environment(config), before))
+    alone = {"PYTHONSAFEPATH": "1"}  # or a stray `harness` in the working directory would be every rank's
+    os.environ.update(child_environment(run_environment(config) | alone, before))
     try:
         if len(folder) > LONGEST_FOLDER:
             tempfile.tempdir = "/tmp"
