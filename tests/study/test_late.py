@@ -57,8 +57,10 @@ OFTEN = (*baseline("noisy_gradient"), "measure.capture_steps=[1,3,10,12]", "meas
 OFTEN_FAULT = (*OFTEN, *corpus()["noisy_gradient"].asked(begins_at=LATE))
 
 DEEP = tuple(text for text in CELL if not text.startswith(("train.microbatch_size", "model.num_layers")))
+ALL = ("train.seed=1", "measure.step_checks_share=1")
+"""Every step is looked at, however slow the machine: by default a second of looking is what 12 steps may take."""
 HOT = {
-    times: [(*DEEP, *ONE, f"optimizer.lr={rate}", "train.seed=1", f"train.microbatch_size={size}") for size in (8, 4)]
+    times: [(*DEEP, *ALL, *ONE, f"optimizer.lr={rate}", f"train.microbatch_size={size}") for size in (8, 4)]
     for times, rate in (("60 times its rate", 0.06), ("300 times its rate", 0.3))
 }
 """AdamW on one rank, with more than its default rate: nothing but the size of the microbatches differs."""
