@@ -31,7 +31,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from harness.cli.arguments import Arguments, read_arguments
-from harness.cli.failure import REQUEST_ERRORS, exit_code, listen_to_interrupts, standard_streams, tell
+from harness.cli.failure import exit_code, listen_to_interrupts, request_errors, standard_streams, tell
 from harness.cli.main import request_help
 from harness.config.catalog import ROOT
 from harness.config.compose import Cell, compose, compose_cell, register
@@ -55,7 +55,7 @@ def train(cfg: DictConfig) -> float | None:
     try:
         check_hydra(HydraConfig.get(), multirun=False)
         raise SystemExit(carry_out([compose_cell(cfg, overrides)]))
-    except REQUEST_ERRORS as error:  # Hydra would announce it before we can explain it
+    except request_errors() as error:  # Hydra would announce it before we can explain it
         raise SystemExit(_told(error)) from None
 
 
@@ -75,7 +75,7 @@ def main(argv: list[str]) -> int:
     except JobFailed as error:
         print(error, file=sys.stderr)
         return int(error.args[0])
-    except REQUEST_ERRORS as error:
+    except request_errors() as error:
         return _told(error) if place is None or place.rank == 0 else exit_code(error)
     except KeyboardInterrupt:
         return 130
@@ -129,7 +129,7 @@ def as_rank(argv: list[str], place: RankPlace) -> int:
     try:
         return open_and_work(_cell(arguments), folder, place)
     except Exception as error:
-        code = exit_code(error) if isinstance(error, REQUEST_ERRORS) else 1
+        code = exit_code(error) if isinstance(error, request_errors()) else 1
         publish(folder, place, Answer(exit_code=code)).join(LINGER_S)
         raise
 

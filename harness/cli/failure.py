@@ -15,17 +15,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from hydra.errors import HydraException
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
-
 from harness.config.errors import EXIT_BAD_REQUEST, BadRequest
 from harness.config.hints import explain
 from harness.store import screen
 from harness.store.errors import Busy, StoreError
 from harness.store.redaction import redacted
 
-REQUEST_ERRORS = (BadRequest, StoreError, HydraException, OmegaConfBaseException, YAMLError, OSError)
+
+def request_errors() -> tuple[type[Exception], ...]:
+    """Errors whose message is all that is shown. Hydra, slow to import, is known once something was raised."""
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
+
+    return BadRequest, StoreError, HydraException, OmegaConfBaseException, YAMLError, OSError
 
 
 def explained(error: Exception) -> str:
@@ -33,14 +36,14 @@ def explained(error: Exception) -> str:
         return str(error)
     if isinstance(error, StoreError):
         return f"{'busy' if isinstance(error, Busy) else 'refused'}:\n  {error}"
-    if isinstance(error, OSError) and not isinstance(error, HydraException):  # a missing option of Hydra's is both
+    if isinstance(error, OSError) and not type(error).__module__.startswith("hydra"):  # its missing options are both
         told = f"{error.filename}: {error.strerror}" if error.filename else error.strerror or str(error)
         return f"bad request:\n  {told}"
     return str(explain(error))
 
 
 def tell(error: Exception) -> int:
-    """Print the message of one of REQUEST_ERRORS; returns the exit code.
+    """Print the message of one of `request_errors`; returns the exit code.
 
     Lines stay whole: a command can be copied, and grep finds all of one. Secrets are masked as in files.
     """

@@ -15,7 +15,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from harness.cli.failure import REQUEST_ERRORS, listen_to_interrupts, standard_streams, tell
+from harness.cli.failure import listen_to_interrupts, request_errors, standard_streams, tell
 from harness.config.catalog import load_catalog
 from harness.config.doc import groups
 from harness.config.errors import refuse
@@ -163,7 +163,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return int(verb.function("run_{}")(arguments))
     except BrokenPipeError:  # `harness watch | head`: the reader has seen enough
         return 0
-    except REQUEST_ERRORS as error:
+    except request_errors() as error:
         return tell(error)
     except KeyboardInterrupt:
         return 130

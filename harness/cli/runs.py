@@ -9,7 +9,6 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from harness.launch.slurm.scheduler import probe
-from harness.launch.submit import cancel, retry
 from harness.launch.watch import watch
 from harness.store import commands, provenance, status
 from harness.store.gc import gc
@@ -114,10 +113,14 @@ cancel_arguments = retry_arguments
 
 
 def run_retry(arguments: Namespace) -> int:
+    from harness.launch.submit import retry  # imports Hydra
+
     return retry(Store(arguments.root), arguments.ref)
 
 
 def run_cancel(arguments: Namespace) -> int:
+    from harness.launch.submit import cancel
+
     store, ref = Store(arguments.root), arguments.ref
     code = cancel(store, ref)  # who wants nothing to run is not told how to start it
     say_next(arguments, f"{'watch' if ref in store.studies() else 'show'} {shlex.quote(ref)}")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.cli.failure import REQUEST_ERRORS, explained
+from harness.cli.failure import explained, request_errors
 from harness.config import catalog
 from harness.config.errors import BadRequest
 from harness.config.overrides import check_overrides
@@ -49,7 +49,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def test_a_mistake_in_a_file_names_the_file(file: str, content: str, told: list[str], checkout: Path) -> None:
     (checkout / file).write_text(content)
     group = "study" if file.startswith("sweeps") else "train"
-    with pytest.raises(REQUEST_ERRORS) as caught:
+    with pytest.raises(request_errors()) as caught:
         ask(f"{group}=mine", root=checkout)
     message = explained(caught.value)
     assert message.startswith("bad request:")
