@@ -11,8 +11,8 @@ map again. Where a system forbids any of it, all ranks of the group agree on glo
     torch.distributed.init_process_group("shm")   # DDP and FSDP2 run over it as over gloo
 """
 
-from harness.shm.group import ShmGroup, Work, register, shared
+from harness.shm.group import ShmGroup, register, shared
 from harness.shm.segment import watch_memory
-from harness.shm.transfer import sum_in_order
+from harness.shm.transfer import Work, sum_in_order
 
 __all__ = ["ShmGroup", "Work", "register", "shared", "sum_in_order", "watch_memory"]

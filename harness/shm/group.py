@@ -20,7 +20,7 @@ from torch import Tensor
 
 from harness.private_torch import backend_of, register_backend, set_default_backend, timeout_of
 from harness.shm.segment import Peer, Segment, head_bytes
-from harness.shm.transfer import Transfer, Transport
+from harness.shm.transfer import Transport
 
 CPU = torch.device("cpu")
 NAME = "shm"
@@ -72,22 +72,6 @@ def shared(gloo: Any, rank: int, size: int, capacity: int | None = None) -> tupl
     if why:
         return None, why
     return ShmGroup(backend, rank, size, Transport(rank, segment, peers, lambda: timeout_of(backend))), ""
-
-
-class Work(dist.Work):
-    """A collective through shared memory. It is made by whoever waits; see `harness.shm.transfer`."""
-
-    def __init__(self, transport: Transport, transfer: Transfer) -> None:
-        super().__init__()
-        self._transport, self._transfer = transport, transfer
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait until the results are here and inputs may change; raises as `Transport.wait` does."""
-        self._transport.wait(self._transfer, timeout or None)
-        return True
-
-    def is_completed(self) -> bool:
-        return self._transport.is_done(self._transfer)
 
 
 class ShmGroup(dist.ProcessGroup):
@@ -144,7 +128,7 @@ class ShmGroup(dist.ProcessGroup):
         """
         outs = [[row[rank] for row in outputs] for rank in range(self.size())]
         given = [each.detach().contiguous() for each in inputs]
-        return Work(self.transport, self.transport.gather(given, outs, until_settled=until_settled))
+        return self.transport.gather(given, outs, until_settled=until_settled)
 
     def allgather_into_tensor_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
         rows = [list(output.view(-1).chunk(self.size())) for output in outputs]
@@ -163,7 +147,7 @@ class ShmGroup(dist.ProcessGroup):
             raise NotImplementedError(f"a reduce-scatter by {_operation(opts)} goes over a group of gloo")
         given = [[row[rank].detach().reshape(-1) for row in inputs] for rank in range(self.size())]
         flat = [output.view(-1) for output in outputs]
-        return Work(self.transport, self.transport.reduce_scatter(given, flat, divisor=divisor))
+        return self.transport.reduce_scatter(given, flat, divisor=divisor)
 
     def reduce_scatter_tensor_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
         rows = [list(each.reshape(-1).chunk(self.size())) for each in inputs]

@@ -11,6 +11,7 @@ import ctypes
 import fcntl
 import mmap
 import os
+import sys
 import threading
 import weakref
 from collections import deque
@@ -60,7 +61,8 @@ class Segment:
         self.memory = mmap.mmap(self.file, self.size)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
         self._reserved = head
-        self._free: list[tuple[int, int]] = []  # begin and end of free blocks, in order, none of which touch
+        # begin and end of free blocks, in order, none of which touch; the last one is as large as a system gives
+        self._free = [(head, sys.maxsize)]
         self._given_back: deque[tuple[int, int]] = deque()
 
     def allocate(self, num_bytes: int) -> tuple[int, Tensor]:
@@ -81,30 +83,22 @@ class Segment:
 
     def _find(self, length: int) -> int:
         if given_back := [self._given_back.popleft() for _ in range(len(self._given_back))]:
-            free, self._free = sorted([*self._free, *given_back]), []
-            for begin, end in free:
+            blocks, self._free = sorted([*self._free, *given_back]), []
+            for begin, end in blocks:
                 is_next = bool(self._free) and self._free[-1][1] == begin
                 self._free.append((self._free.pop()[0] if is_next else begin, end))
-        for place, (begin, end) in enumerate(self._free):
-            if end - begin >= length:
-                self._free[place : place + 1] = [(begin + length, end)] if end - begin > length else []
-                return begin
-        has_tail = bool(self._free) and self._free[-1][1] == self._reserved
-        begin = self._free[-1][0] if has_tail else self._reserved
-        self._reserve(begin + length)
-        if has_tail:
-            self._free.pop()
+        place = next(place for place, (begin, end) in enumerate(self._free) if end - begin >= length)
+        begin, end = self._free[place]
+        if (more := begin + length - self._reserved) > 0:
+            try:
+                if begin + length > self.size:
+                    raise OSError(f"the segment has {self.size:,} bytes")
+                os.posix_fallocate(self.file, self._reserved, more)
+            except OSError as error:
+                raise RuntimeError(f"no {more:,} bytes of shared memory beyond {self._reserved:,}: {error}") from error
+            self._reserved += more
+        self._free[place : place + 1] = [(begin + length, end)] if end - begin > length else []
         return begin
-
-    def _reserve(self, end: int) -> None:
-        try:
-            if end > self.size:
-                raise OSError(f"the segment has {self.size:,} bytes")
-            os.posix_fallocate(self.file, self._reserved, end - self._reserved)
-        except OSError as error:
-            wanted = end - self._reserved
-            raise RuntimeError(f"no {wanted:,} bytes of shared memory beyond {self._reserved:,}: {error}") from error
-        self._reserved = end
 
 
 def _give_back(given_back: deque[tuple[int, int]], begin: int, length: int) -> None:

@@ -19,10 +19,11 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import ClassVar, cast
+from typing import ClassVar
 from weakref import WeakSet
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from harness.shm.segment import Mailboxes, Peer, Segment, aligned, view
@@ -63,15 +64,16 @@ ByRank = Sequence[Sequence[Tensor]]
 Take = Callable[[dict[int, list[Tensor]]], None]
 
 
-@dataclass
-class Transfer:
-    """One collective of this rank.
+@dataclass(eq=False)
+class Work(dist.Work):
+    """A collective through shared memory. It is made by whoever waits.
 
     like: by rank, tensors of the shapes and dtypes of what it has for this one. take: reads the parts of some peers;
     of a reduction those of all at once. missing: peers whose parts were not read. readers: peers that are waited for,
     as they read in place.
     """
 
+    transport: Transport
     number: int
     kind: int
     like: ByRank
@@ -79,10 +81,22 @@ class Transfer:
     missing: set[int]
     readers: set[int]
 
+    def __post_init__(self) -> None:
+        super().__init__()
+
     @property
     def is_done(self) -> bool:
         """True if this rank has read all, and what it offered in place was read."""
         return not (self.missing or self.readers)
+
+    def is_completed(self) -> bool:
+        return self.transport.is_done(self)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait until the results are here and inputs may change. timeout: None: the group's. Raises RuntimeError: a
+        peer has ended, a rank has given up the group, the limit is over, or peers issued another collective."""
+        self.transport.wait_until(self.is_completed, lambda: self.missing | self.readers, timeout or None)
+        return True
 
 
 class Transport:
@@ -107,7 +121,7 @@ class Transport:
         self._limit = limit
         self._number = 0
         self._guard = threading.RLock()
-        self._open: dict[int, Transfer] = {}
+        self._open: dict[int, Work] = {}
         # messages about collectives that were not completed here, by number and peer
         self._offers: dict[tuple[int, int], list[int]] = {}
         # messages for which there was no room yet, as the peer is far behind; sent when this rank comes here again
@@ -119,7 +133,7 @@ class Transport:
 
     # -- issuing -------------------------------------------------------------------------------------------------------
 
-    def gather(self, own: Sequence[Tensor], outs: ByRank, *, until_settled: bool = False) -> Transfer:
+    def gather(self, own: Sequence[Tensor], outs: ByRank, *, until_settled: bool = False) -> Work:
         """Give `own` to all ranks, and get every rank's into `outs`. *Collective.*
 
         until_settled: `own` stays as it is until `settle`, so that nobody waits for its readers before.
@@ -136,7 +150,7 @@ class Transport:
 
         return self._issue(GATHER, [own] * self.size, outs, take, until_settled=until_settled)
 
-    def reduce_scatter(self, given: ByRank, outs: Sequence[Tensor], *, divisor: int = 1) -> Transfer:
+    def reduce_scatter(self, given: ByRank, outs: Sequence[Tensor], *, divisor: int = 1) -> Work:
         """Sum what all ranks give to this one, in rank order and in the dtype of `outs`, flat tensors. *Collective.*
 
         given: by rank, what this one gives to it. outs: may be this rank's own part of `given`. divisor: of the sums.
@@ -151,14 +165,15 @@ class Transport:
 
         return self._issue(REDUCE, given, [own] * self.size, take)
 
-    def _issue(self, kind: int, given: ByRank, like: ByRank, take: Take, *, until_settled: bool = False) -> Transfer:
+    def _issue(self, kind: int, given: ByRank, like: ByRank, take: Take, *, until_settled: bool = False) -> Work:
         with self._guard:
             if self._is_aborted:
                 raise RuntimeError("Connection closed: this process has given up the group")
             number, self._number = self._number, self._number + 1
             parts = {id(each): each for peer in self._order for each in given[peer] if each.numel()}
             places = {key: self.segment.find(each) for key, each in parts.items()}
-            kept, unread, in_place = cast(object, given), set(self._order), None not in places.values()
+            kept: object = given
+            unread, in_place = set(self._order), None not in places.values()
             if not in_place:
                 begin, block = self.segment.allocate(sum(aligned(each.nbytes) for each in parts.values()))
                 kept, place = block, 0
@@ -167,13 +182,13 @@ class Transport:
                     places[key], place = begin + place, place + aligned(each.nbytes)
             self._unread[number] = kept, unread
             is_awaited = kind == REDUCE or (in_place and not until_settled)
-            transfer = Transfer(number, kind, like, take, set(self._order), unread if is_awaited else set())
-            self._open[number] = transfer
+            work = Work(self, number, kind, like, take, set(self._order), unread if is_awaited else set())
+            self._open[number] = work
         for peer in self._order:
             length = sum([tensor.nbytes for tensor in given[peer]])
             self._send(peer, [number, kind, length, *(places.get(id(each)) or 0 for each in given[peer])])
         self._advance_ready(REDUCE)
-        return transfer
+        return work
 
     def _send(self, peer: int, numbers: list[int]) -> None:
         with self._guard:
@@ -199,25 +214,25 @@ class Transport:
                 if not unread:
                     del self._unread[rest[0]]
 
-    def _advance(self, transfer: Transfer) -> None:
-        here = [peer for peer in self._order if peer in transfer.missing and (transfer.number, peer) in self._offers]
-        if here and (transfer.kind == GATHER or len(here) == len(transfer.missing)):
-            transfer.take({peer: self._parts(transfer, peer) for peer in here})
+    def _advance(self, work: Work) -> None:
+        here = [peer for peer in self._order if peer in work.missing and (work.number, peer) in self._offers]
+        if here and (work.kind == GATHER or len(here) == len(work.missing)):
+            work.take({peer: self._parts(work, peer) for peer in here})
             for peer in here:
-                del self._offers[transfer.number, peer]
-                transfer.missing.discard(peer)
-                self._send(peer, [_ACKNOWLEDGE, transfer.number])
-        if transfer.is_done:
-            self._open.pop(transfer.number, None)
+                del self._offers[work.number, peer]
+                work.missing.discard(peer)
+                self._send(peer, [_ACKNOWLEDGE, work.number])
+        if work.is_done:
+            self._open.pop(work.number, None)
 
-    def _parts(self, transfer: Transfer, peer: int) -> list[Tensor]:
+    def _parts(self, work: Work, peer: int) -> list[Tensor]:
         """A peer's parts, where they lie. Raises RuntimeError: the peer offers something else."""
-        kind, length, *places = self._offers[transfer.number, peer]
-        expected = transfer.like[peer]
+        kind, length, *places = self._offers[work.number, peer]
+        expected = work.like[peer]
         wanted = sum([each.nbytes for each in expected])
-        if (kind, length) != (transfer.kind, wanted):
+        if (kind, length) != (work.kind, wanted):
             raise RuntimeError(
-                f"ranks issue different collectives as number {transfer.number}: here {KINDS[transfer.kind]} of"
+                f"ranks issue different collectives as number {work.number}: here {KINDS[work.kind]} of"
                 f" {wanted:,} bytes from {self._named(peer)}, there {KINDS.get(kind, 'another')} of {length:,} bytes"
             )
         memory = self._peers[peer].memory
@@ -230,38 +245,32 @@ class Transport:
         """Complete what peers have offered, of one kind or all, without waiting."""
         with self._guard:
             self._receive()
-            for transfer in () if self._is_aborted else list(self._open.values()):
-                if kind in (None, transfer.kind):
-                    self._advance(transfer)
+            for work in () if self._is_aborted else list(self._open.values()):
+                if kind in (None, work.kind):
+                    self._advance(work)
 
     # -- waiting -------------------------------------------------------------------------------------------------------
 
-    def is_done(self, transfer: Transfer) -> bool:
-        if transfer.number in self._open:
+    def is_done(self, work: Work) -> bool:
+        if work.number in self._open:
             with self._guard:
                 self._receive()
-                self._advance(transfer)
-        return transfer.is_done
-
-    def wait(self, transfer: Transfer, limit: timedelta | None = None) -> None:
-        """Wait until a collective is complete. limit: None: the group's. Raises RuntimeError: a peer has ended, a rank
-        has given up the group, the limit is over, or peers issued another collective."""
-        self._wait_until(lambda: self.is_done(transfer), lambda: transfer.missing | transfer.readers, limit)
+                self._advance(work)
+        return work.is_done
 
     def settle(self) -> None:
         """Wait until peers have read what this rank copied, or keeps, for collectives that are complete here. Raises
-        RuntimeError: as `wait`."""
+        RuntimeError: as `Work.wait`."""
 
         def readers() -> set[int]:
             with self._guard:
                 self._receive()
                 return set().union(*(peers for number, (_, peers) in self._unread.items() if number not in self._open))
 
-        self._wait_until(lambda: not readers(), readers, None)
+        self.wait_until(lambda: not readers(), readers, None)
 
-    def _wait_until(
-        self, is_over: Callable[[], bool], awaited: Callable[[], set[int]], limit: timedelta | None
-    ) -> None:
+    def wait_until(self, is_over: Callable[[], bool], awaited: Callable[[], set[int]], limit: timedelta | None) -> None:
+        """Wait for these peers, and complete meanwhile what others offer; raises as `Work.wait`."""
         if is_over():
             return
         began = looked = time.monotonic()

@@ -24,7 +24,7 @@ from harness.control import Control
 from harness.engines.protocol import Ranks
 from harness.fsdp import Observer, ShardedModel, fully_shard, fully_shard_optimizer
 from harness.probe.collectives import CollectiveMeter
-from harness.shm.transfer import Transfer, Transport
+from harness.shm.transfer import Transport, Work
 from tests.fsdp.test_api import Block, sgd
 from tests.support.forking import fork_ranks
 
@@ -235,9 +235,9 @@ def one_step(rank: int, folder: str) -> None:
     if rank == 0:
         advance = Transport._advance
 
-        def late(self: Transport, transfer: Transfer) -> None:
+        def late(self: Transport, work: Work) -> None:
             time.sleep(0.2)
-            advance(self, transfer)
+            advance(self, work)
 
         Transport._advance = late  # type: ignore[method-assign] # in this process
     optimizer.step()

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from harness.fsdp import Observer, fully_shard
 from harness.fsdp.storage.memory import BucketMemory
 from harness.fsdp.vocabulary import Transport
-from harness.shm.transfer import Transfer, Transport as Shared
+from harness.shm.transfer import Transport as Shared, Work
 from tests.engines.conformance.trial import Evidence
 from tests.fsdp.pairs import STRATEGIES, Pair, arguments_of
 from tests.fsdp.trial import TRANSPORTS, differences
@@ -244,15 +244,15 @@ def reads_without_being_told() -> Iterator[None]:
     known: dict[tuple[int, int, int], list[int]] = {}
     advance = Shared._advance
 
-    def hasty(self: Shared, transfer: Transfer) -> None:
-        for peer in transfer.missing:
-            key = peer, transfer.kind, sum(each.nbytes for each in transfer.like[peer])
-            offer = self._offers.setdefault((transfer.number, peer), known.get(key, []))
+    def hasty(self: Shared, work: Work) -> None:
+        for peer in work.missing:
+            key = peer, work.kind, sum(each.nbytes for each in work.like[peer])
+            offer = self._offers.setdefault((work.number, peer), known.get(key, []))
             if offer:
                 known[key] = offer
             else:
-                del self._offers[transfer.number, peer]
-        advance(self, transfer)
+                del self._offers[work.number, peer]
+        advance(self, work)
 
     with mock.patch.object(Shared, "_advance", hasty):
         yield
@@ -263,7 +263,7 @@ ZERO2 = Case("optim_grads", "fast", 1, MESSAGES)
 SLIPS = slips(
     """
     poison: frees before others have taken; shown by poison
-        shm.transfer.Transfer.is_done: property(lambda self: not self.missing)
+        shm.transfer.Work.is_done: property(lambda self: not self.missing)
     delays of collectives: sums before all has come; shown by delays of collectives
         fsdp.comm.reduction.Reduction.fold: exchange.pending.wait()
             => vars(self).setdefault("kept", []).append(exchange)

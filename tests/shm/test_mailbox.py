@@ -159,9 +159,10 @@ test_a_heap_with_a_mistake_is_found = each_found_by(
     "Shared memory, by its blocks",
     """
     almost enough: A block is taken from a gap that is a little too short
-        shm.segment.Segment._find: if end - begin >= length: => if end - begin >= length - ALIGN:
+        shm.segment.Segment._find: if end - begin >= length) => if end - begin >= length - ALIGN)
     the rest of a gap: What a block leaves of a gap is never used again
-        shm.segment.Segment._find: [(begin + length, end)] if end - begin > length else [] => []
+        shm.segment.Segment._find: [(begin + length, end)] if end - begin > length else []
+            => [(begin + length, end)] if end == sys.maxsize else []
     never joined: Blocks that were given back one after the other stay apart
         shm.segment.Segment._find: self._free[-1][1] == begin => False
     joined over a block: A gap is joined with the next one over a block that is in use
