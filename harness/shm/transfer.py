@@ -42,7 +42,8 @@ def sum_in_order(terms: Sequence[Tensor], out: Tensor, dtype: torch.dtype, *, bl
         first, *others = (term[begin:end] for term in terms)
         into = out[begin:end]
         if not others and torch.promote_types(first.dtype, dtype) == dtype:
-            into.copy_(first)
+            if into.data_ptr() != first.data_ptr():
+                into.copy_(first)
             continue
         if len(others) == 1 and first.dtype == others[0].dtype == into.dtype == dtype:
             torch.add(first, others[0], out=into)

@@ -219,7 +219,7 @@ class Loop:
         dist.all_gather(every, flat.contiguous())
         own = [each.tensor_split(self.size)[self.rank].clone() for each in every]
         parts = [part.clone() for part in flat.tensor_split(self.size)]
-        site.reduction._sum_in_order(own, parts[self.rank], flat.dtype, add=False)
+        site.reduction.sum_in_order(own, parts[self.rank], flat.dtype)
         for rank, part in enumerate(parts):
             dist.broadcast(part, rank)
         return torch.cat(parts)

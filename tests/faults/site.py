@@ -214,7 +214,7 @@ class Site:
         ) -> None:
             add_up(change(list(contributions)), target, accum, **options)
 
-        self.around(reduction, "_sum_in_order", wrapped)
+        self.around(reduction, "sum_in_order", wrapped)
         self.around(transfer, "sum_in_order", wrapped)  # of what lies in shared memory
 
     def on_reduced(self, change: Callable[[list[ParamGroup]], object], *, always: bool = False) -> None:

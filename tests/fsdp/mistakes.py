@@ -81,15 +81,16 @@ PATCHES: dict[str, tuple[str, Callable[[], Any], str, str]] = {
 SLIPS = slips(
     r"""
     adds over the unreduced: A reduced gradient is added to the buffer that held the unreduced one
-        fsdp.comm.reduction._sum_in_order: if add: => if True:
+        fsdp.comm.reduction.Reduction.fold: if add: => if True:
         gradient:
         optim options=(('transport','backend'),)
     last microbatch alone: Each microbatch's sums replace those of the microbatches before
-        fsdp.comm.reduction._sum_in_order: if add: => if False:
+        fsdp.comm.reduction.Reduction.fold: if add: => if False:
         gradient:
         optim_grads k=2 options=(('transport','backend'),)
     scales twice: Gradients are divided by the number of microbatches twice
-        fsdp.comm.reduction._sum_in_order: target.mul_(factor) => target.mul_(factor * factor)
+        fsdp.comm.reduction.Reduction.fold: scale_together([target], exchange.factor)
+            => scale_together([target], exchange.factor**2)
         gradient:
         optim options=(('transport','backend'),)
     wrong contribution: The first rank's contribution stands for every rank's
@@ -111,7 +112,7 @@ SLIPS = slips(
         gradient:
         optim_grads world_size=4 outer=2
     a lone rank doubles: A lone rank adds its sum to itself
-        fsdp.comm.reduction.Reduction.fold: add=add, factor => add=add or self.comm.size == 1, factor
+        fsdp.comm.reduction.Reduction.fold: if add: => if add or self.comm.size == 1:
         gradient:
         optim_grads_params world_size=1
     unwritten gradients are sent: Where no gradient came, what lies in memory is sent

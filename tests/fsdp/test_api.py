@@ -129,11 +129,10 @@ def test_both_faces_agree() -> None:
 
 
 def test_a_sum_over_any_length_leaves_no_block_out() -> None:
-    from harness.fsdp.comm.reduction import _sum_in_order
-    from harness.shm.transfer import BLOCK
+    from harness.shm.transfer import BLOCK, sum_in_order
 
     for length in (0, 1, BLOCK - 1, BLOCK, BLOCK + 1):
         contributions = [torch.arange(length, dtype=torch.float32) * scale for scale in (1, 2, 3)]
         target = torch.full((length,), torch.nan)
-        _sum_in_order(contributions, target, torch.float64, add=False)
+        sum_in_order(contributions, target, torch.float64)
         assert torch.equal(target, torch.arange(length, dtype=torch.float32) * 6)

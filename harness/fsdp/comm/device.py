@@ -141,30 +141,20 @@ def usual_device(of_parameters: torch.device, group: dist.ProcessGroup | None) -
     return torch.device("cpu")
 
 
-# -- several tensors in one operation where work is queued, with the bits of one for each ------------------------------
-
-
-def _is_one(tensors: Sequence[Tensor]) -> bool:
-    return len(tensors) > 1 and is_queued(tensors[0].device)
+# -- several tensors in one operation, with the bits of one for each ---------------------------------------------------
 
 
 def copy_together(targets: Sequence[Tensor], sources: Sequence[Tensor], *, follows: bool = True) -> None:
     """Copy each source into its target, unless it lies there. follows: the host waits for what is copied to it."""
     pairs = zip(targets, sources, strict=True)
     apart = [(to, source) for to, source in pairs if not to.numel() or to.data_ptr() != source.data_ptr()]
-    if _is_one(targets) and apart:
+    if apart:
         foreach_copy_([target for target, _ in apart], [source for _, source in apart], not follows)
-        return
-    for target, source in apart:
-        target.copy_(source, non_blocking=not follows)
 
 
 def add_together(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    if _is_one(targets):
+    if targets:
         foreach_add_(list(targets), list(sources))
-        return
-    for target, source in zip(targets, sources, strict=True):
-        target.add_(source)
 
 
 def scale_together(tensors: Sequence[Tensor], factor: float | Tensor) -> None:
@@ -173,11 +163,10 @@ def scale_together(tensors: Sequence[Tensor], factor: float | Tensor) -> None:
     if isinstance(factor, Tensor) and tensors and is_queued(factor.device):
         _scale_on_device(tensors, factor)
         return
-    factor = float(factor)
-    if factor == 1.0:
+    if (factor := float(factor)) == 1.0:
         return
-    if _is_one(tensors):
-        foreach_mul_(list(tensors), factor)
+    if len(tensors) > 1 and is_queued(tensors[0].device):
+        foreach_mul_(list(tensors), factor)  # which on a CPU would first round the factor to their dtype
         return
     for tensor in tensors:
         tensor.mul_(factor)

@@ -164,7 +164,12 @@ class Reduction:
             came_as_one, widths = len(rows) < len(into), [part.cut.longest for part in exchange.parts]
             if self.in_order:
                 for row, target in zip(rows[0].split(widths, 1) if came_as_one else rows, into, strict=True):
-                    _sum_in_order(list(row[:, : target.numel()]), target, accum, add=add, factor=exchange.factor)
+                    total = torch.empty_like(target, dtype=accum) if add else target
+                    block = max(1, target.numel()) if is_queued(target.device) else BLOCK
+                    sum_in_order(list(row[:, : target.numel()]), total, accum, block=block)
+                    if add:
+                        target.add_(total)
+                    scale_together([target], exchange.factor)
                 return
             received = [row.sum(dim=0, dtype=accum) for row in rows]
             if came_as_one:
@@ -234,21 +239,3 @@ def _messages(parts: Sequence[Part]) -> Sequence[Part]:
         each.copy_in()
     rows = [each.part.tensor.view(size, each.part.cut.longest) for each in evened]  # one view, however many ranks
     return [Part.evenly(torch.cat(rows, dim=1).view(-1), size)]
-
-
-def _sum_in_order(
-    contributions: list[Tensor], target: Tensor, accum: torch.dtype, *, add: bool, factor: float = 1.0
-) -> None:
-    """target = (or +=) contributions[0] + contributions[1] + ..., summed in `accum` one by one; then *= factor.
-
-    One of the contributions may lie where the target does.
-    """
-    block = max(1, target.numel()) if is_queued(target.device) else BLOCK
-    if add:
-        total = torch.empty_like(target, dtype=accum)
-        sum_in_order(contributions, total, accum, block=block)
-        target.add_(total)
-    elif len(contributions) > 1 or target.data_ptr() != contributions[0].data_ptr():
-        sum_in_order(contributions, target, accum, block=block)
-    if factor != 1.0:
-        target.mul_(factor)
