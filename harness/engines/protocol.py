@@ -16,7 +16,6 @@ from torch import Tensor
 
 from harness.config import capabilities
 from harness.config.schema import Config, Dtype, EngineName
-from harness.fsdp import SharpOwnership
 from harness.models.workload import TokenWorkload
 from harness.probe.step_checks.pieces import Piece
 from harness.probe.witness import Seen as Seen
@@ -37,8 +36,6 @@ class Ranks:
     world_size: int
     local_rank: int
     device: torch.device
-    sharp: SharpOwnership | None = None
-    """Gives InfiniBand SHARP to one communicator; engines that create the one of sharp.group use it first."""
     tp: int = 1
     """Neighbouring ranks that share every microbatch: the tensor-parallel axis."""
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from harness.fsdp.comm.events import Observer as Observer
     from harness.fsdp.comm.fixed_point import FixedPoint as FixedPoint
     from harness.fsdp.comm.mesh import Groups as Groups
-    from harness.fsdp.comm.sharp_groups import SharpOwnership as SharpOwnership
+    from harness.fsdp.comm.sharp_groups import axis_groups as axis_groups, with_sharp as with_sharp
     from harness.fsdp.guards.replicas import (
         CopiesPart as CopiesPart,
         RanksDisagree as RanksDisagree,
@@ -54,7 +54,7 @@ _EXPORTS = {
     "comm.events": "Observer",
     "comm.fixed_point": "FixedPoint",
     "comm.mesh": "Groups",
-    "comm.sharp_groups": "SharpOwnership",
+    "comm.sharp_groups": "axis_groups with_sharp",
     "harness.fp8.linear": "Fp8Linear",
     "guards.replicas": "CopiesPart RanksDisagree ReplicaDrift",
     "guards.watches": "CollectiveError",
@@ -85,8 +85,8 @@ _FORMER = {
     "ShardedState": "the dictionary that model.sharded_state() returns",
     "StateMismatch": "RuntimeError, as torch's load_state_dict raises it",
     "ThreadBlocks": "torch.distributed.ProcessGroupNCCL.Options().config",
+    "SharpOwnership": "harness.fsdp.axis_groups, and harness.fsdp.with_sharp",
     "ShardedOptimizer": "the optimizer that fully_shard(module, optimizer) returns",
-    "axis_groups": "harness.fsdp.SharpOwnership.axis_groups",
     "communicator_options": "torch.distributed.ProcessGroupNCCL.Options()",
     "convert_linears": "harness.fsdp.Fp8Linear.convert",
     "watched": "harness.watchdog.Watchdog",

@@ -14,7 +14,7 @@ from torch.distributed import HashStore, Store  # type: ignore[attr-defined] # t
 from harness.config.derived import wants_infiniband_sharp
 from harness.config.schema import Config, Device, MeasureMode, Numerics, SharpAxis
 from harness.engines.protocol import Ranks
-from harness.fsdp import SharpOwnership
+from harness.fsdp import with_sharp
 from harness.probe.meters import note_before_rendezvous
 from harness.store.rank_place import RankPlace
 from harness.worker.rendezvous import LOOPBACK, interface_towards, meet
@@ -52,16 +52,15 @@ def join(config: Config, place: RankPlace, attempt: Path, device: torch.device) 
 
     The group's own timeout exceeds the hang watch: a hang is reported with every rank's stack, not as a timeout.
     """
-    ownership = SharpOwnership(device)
     if not wants_infiniband_sharp(config):
         _create(config, place, attempt, device)
     elif config.sharp.group is SharpAxis.dp and config.mesh.dp_outer == 1:  # the default one is that of the inner axis
-        ownership.create(lambda: _create(config, place, attempt, device))
+        with_sharp(lambda: _create(config, place, attempt, device), device)
     else:
         # The owner is one of the axes' communicators, which the engine creates first: the default one comes to be with
         # its first collective, later, and without SHARP.
         _create(config, place, attempt, device, at_once=False)
-    return Ranks(place.rank, place.world_size, place.local_rank, device, ownership, config.mesh.tp)
+    return Ranks(place.rank, place.world_size, place.local_rank, device, config.mesh.tp)
 
 
 def _create(config: Config, place: RankPlace, attempt: Path, device: torch.device, *, at_once: bool = True) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 from unittest import mock
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from harness.fsdp import SharpOwnership
+from harness.fsdp import axis_groups, with_sharp
 from harness.fsdp.comm import sharp_groups
 from harness.fsdp.comm.mesh import group_of_members
 from harness.fsdp.comm.sharp_groups import COLLNET
@@ -18,52 +19,34 @@ from tests.support.spawn import run_ranks
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
-def _seen(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]) -> list[str | None]:
-    """The variable at the moment each communicator is created."""
-    seen: list[str | None] = []
-    monkeypatch.setattr(sharp_groups, "barrier", lambda group, device: seen.append(environment.get(COLLNET)))
-    return seen
-
-
 @pytest.mark.parametrize("before", [{}, {COLLNET: "0"}, {COLLNET: "1", "OTHER": "x"}])
 def test_the_variable_is_on_while_the_owner_is_created_and_only_then(
     before: dict[str, str], group_of_one: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    environment = dict(before)
-    seen = _seen(monkeypatch, environment)
-    ownership = SharpOwnership(CUDA, environment)
+    seen: list[str | None] = []
+    monkeypatch.setattr(sharp_groups, "barrier", lambda group, device: seen.append(os.environ.get(COLLNET)))
+    monkeypatch.setattr(os, "environ", environment := dict(before))
     with pytest.raises(KeyError):
-        ownership.create(lambda: {}["no group"])
+        with_sharp(lambda: {}["no group"], CUDA)
     assert environment == before
-    assert ownership.create(lambda: group_of_one) is group_of_one
-    assert seen == ["1"]
+    assert with_sharp(lambda: group_of_one, CUDA) is group_of_one
+    with_sharp(lambda: group_of_one, CPU)
+    assert seen == ["1", before.get(COLLNET)], "nothing is set without NCCL"
     assert environment == before
-    assert ownership.owner == "default_pg"
-    with pytest.raises(RuntimeError, match="that of default_pg does"):
-        ownership.create(lambda: group_of_one)
-
-
-def test_nothing_is_set_without_nccl(group_of_one: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = _seen(monkeypatch, environment := {})
-    SharpOwnership(CPU, environment).create(lambda: group_of_one)
-    assert seen == [None]
 
 
 def _axes(rank: int, num_outer: int, owner: str) -> tuple[list[int], list[int], list[tuple[str, str | None]]]:
-    environment: dict[str, str] = {COLLNET: "0"}
+    os.environ[COLLNET] = "0"
     created: list[tuple[str, str | None]] = []
     make = sharp_groups._own_group
 
     def noting(groups: list[list[int]], name: str) -> dist.ProcessGroup:
-        created.append((name, environment.get(COLLNET)))
+        created.append((name, os.environ.get(COLLNET)))
         return make(groups, name)
 
     sharp_groups._own_group = noting
-    ownership = SharpOwnership(CPU, environment)
-    ownership.device = CUDA  # what it sets
     barrier, sharp_groups.barrier = sharp_groups.barrier, lambda group, device: barrier(group, CPU)
-    inner, outer = ownership.axis_groups(num_outer, owner)
-    assert ownership.owner == owner
+    inner, outer = axis_groups(num_outer, CUDA, owner)
     return dist.get_process_group_ranks(inner), dist.get_process_group_ranks(outer), created
 
 

@@ -13,7 +13,6 @@ import torch
 from harness.config.schema import Config, SharpAxis
 from harness.engines.adapters import native
 from harness.engines.protocol import Ranks
-from harness.fsdp import SharpOwnership
 from harness.store.rank_place import RankPlace
 from harness.worker import connect
 from tests.support.mutants import finds
@@ -50,25 +49,23 @@ def asking(axis: str, outer: int = 1, *, infiniband: bool = True) -> Config:
 
 
 @pytest.mark.parametrize(
-    ("config", "collnet", "bound", "owner"),
+    ("config", "collnet", "bound", "is_owner"),
     [
-        (asking("none"), "0", CUDA, None),
-        (asking("dp", infiniband=False), "0", CUDA, None),
-        (asking("dp"), "1", CUDA, "default_pg"),
-        (asking("dp", 2), "0", None, None),
-        (asking("dp_outer", 2), "0", None, None),
+        (asking("none"), "0", CUDA, False),
+        (asking("dp", infiniband=False), "0", CUDA, False),
+        (asking("dp"), "1", CUDA, True),
+        (asking("dp", 2), "0", None, False),
+        (asking("dp_outer", 2), "0", None, False),
     ],
 )
 def test_the_default_communicator_has_sharp_where_it_is_the_owner_and_waits_where_another_is(
-    config: Config, collnet: str, bound: Any, owner: str | None, created: list[dict[str, Any]], tmp_path: Path
+    config: Config, collnet: str, bound: Any, is_owner: bool, created: list[dict[str, Any]], tmp_path: Path
 ) -> None:
-    ranks = connect.join(config, ALONE, tmp_path, CUDA)
+    connect.join(config, ALONE, tmp_path, CUDA)
     (made,) = created
     assert (made["backend"], made["collnet"], made["device_id"]) == ("nccl", collnet, bound)
-    assert made.get("met") == ("1" if owner else None)
+    assert made.get("met") == ("1" if is_owner else None)
     assert os.environ[COLLNET] == "0"
-    assert ranks.sharp is not None
-    assert ranks.sharp.owner == owner
     connect.join(config, ALONE, tmp_path, torch.device("cpu"))
     assert [created[1][name] for name in ("backend", "device_id", "collnet")] == ["gloo", None, "0"]
 
@@ -112,14 +109,14 @@ def test_an_axis_is_given_the_switches_only_where_they_were_asked_for(
     """Whoever is given them raises NCCL_COLLNET_ENABLE while its communicator is made, whatever else said 0."""
     seen: list[tuple[int, str]] = []
 
-    def groups(_: SharpOwnership, num_outer: int, owner: str) -> Any:
+    def groups(num_outer: int, device: torch.device, owner: str) -> Any:
         seen.append((num_outer, owner))
         return None, None
 
-    monkeypatch.setattr(SharpOwnership, "axis_groups", groups)
+    monkeypatch.setattr(native, "axis_groups", groups)
     monkeypatch.setattr(native.DeviceMesh, "from_group", lambda *_, **__: "given")
     monkeypatch.setattr(native, "mesh_of", lambda *_: "not given")
-    mesh = native._axes(config, Ranks(0, 4, 0, CUDA, SharpOwnership(CUDA)))["device_mesh"]
+    mesh = native._axes(config, Ranks(0, 4, 0, CUDA))["device_mesh"]
     assert mesh == ("given" if given else "not given")
     assert seen == [(2, "dp_outer" if config.sharp.group is SharpAxis.dp_outer else "dp")] * given
 

@@ -24,7 +24,7 @@ from harness.engines import optim
 from harness.engines.base.plain import evaluating
 from harness.engines.base.sharded import mesh_of
 from harness.engines.protocol import TORCH_DTYPES, Engine, Microbatch, Ranks, Scaled, Seen, State, Workload
-from harness.fsdp import MixedPrecisionPolicy, create_state, fully_shard_model, fully_shard_optimizer
+from harness.fsdp import MixedPrecisionPolicy, axis_groups, create_state, fully_shard_model, fully_shard_optimizer
 
 LOSS_SCALE = "loss_scale/"
 
@@ -185,9 +185,8 @@ def _axes(config: Config, ranks: Ranks) -> dict[str, Any]:
 
 def _sharp_mesh(config: Config, ranks: Ranks) -> DeviceMesh:
     """Two-axis mesh, one of whose communicators owns InfiniBand SHARP. Collective over all ranks."""
-    assert ranks.sharp is not None
     owner = "dp_outer" if config.sharp.group is SharpAxis.dp_outer else "dp"
-    inner, outer = ranks.sharp.axis_groups(config.mesh.dp_outer, owner)
+    inner, outer = axis_groups(config.mesh.dp_outer, ranks.device, owner)
     grid = torch.arange(ranks.world_size).view(config.mesh.dp_outer, -1)
     return DeviceMesh.from_group([outer, inner], ranks.device.type, grid, mesh_dim_names=("dp_outer", "dp_shard"))
 
