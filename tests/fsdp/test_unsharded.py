@@ -343,13 +343,13 @@ def test_edits_count_under_every_pair_of_strategies() -> None:
 MUTANTS = of_slips(
     """
     edits dropped: What is edited inside unsharded() is dropped with the gathered weights
-        fsdp.runtime.weights.Weights._take_edits: edits.take_over(bucket, places) => pass
+        fsdp.runtime.weights.Weights._take_edits: bucket.take_over(places) => pass
         edited fp32
     low bits lost: Main weights become what the narrow compute weights say, edited or not
-        fsdp.storage.edits.take_over: torch.where(places, seen.to(main.dtype), main.detach()) => seen
+        fsdp.storage.param_group.ParamGroup.take_over: torch.where(places, seen.to(main.dtype), main.detach()) => seen
         edited bf16
     counted edits only: Only edits that torch counts are looked for
-        fsdp.storage.edits.differing: if bucket.computes_with_main_weights: => if True:
+        fsdp.storage.param_group.ParamGroup.differing: if self.computes_with_main_weights: => if True:
         edited fp32
     not installed: What ranks have edited stays what each has made of its copy
         fsdp.runtime.weights.Weights.unsharded: self.install() => pass
@@ -358,7 +358,7 @@ MUTANTS = of_slips(
         fsdp.runtime.gather.GatherPipeline.wait_for_peers: group.settle() => pass
         in_turn / optim
     lost after a forward: The next forward overwrites edits of weights that stayed unsharded
-        fsdp.storage.edits.refuse_lost: if edited: => if False:
+        fsdp.storage.param_group.ParamGroup.refuse_lost_edits: if edited: => if False:
         after a forward
     all units: unsharded() of a part makes the whole model whole
         fsdp.runtime.weights.Weights._units_of: if wanted is None: => if True:

@@ -26,7 +26,6 @@ from harness.fsdp.runtime.readiness import Call, PassedInputs
 from harness.fsdp.runtime.reduce import ReducePipeline
 from harness.fsdp.runtime.units import Unit, buckets_of, rest
 from harness.fsdp.runtime.weak_hooks import WeakHook
-from harness.fsdp.storage import edits
 from harness.fsdp.storage.parameter_access import Whereabouts, by_engine
 from harness.private_torch import tree_flatten, tree_leaves, tree_unflatten
 
@@ -100,7 +99,7 @@ class Hooks(BackwardHooks):
     def _use_weights(self) -> None:
         for bucket in buckets_of(self.units):
             if not self.gather.holds:  # which takes edits itself, from all ranks at once
-                edits.refuse_lost(bucket)
+                bucket.refuse_lost_edits()
             bucket.use()
 
     def check_module(self) -> None:

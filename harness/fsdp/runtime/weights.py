@@ -22,7 +22,6 @@ from harness.fsdp.comm.user_buffers import UserBuffers
 from harness.fsdp.guards.replicas import check_equal, held_by_several
 from harness.fsdp.runtime.hooks import Hooks
 from harness.fsdp.runtime.units import Unit, buckets_of, rest
-from harness.fsdp.storage import edits
 from harness.fsdp.storage.codec import refresh_scales
 from harness.fsdp.storage.param_group import ParamGroup
 from harness.fsdp.storage.parameter_access import by_engine
@@ -103,7 +102,7 @@ class Weights:
         """RuntimeError where unsharded weights were edited, which main weights do not have."""
         if not self.gather.holds:
             for bucket in self.buckets:
-                edits.refuse_lost(bucket)
+                bucket.refuse_lost_edits()
 
     def before_edit(self) -> None:
         """Called before an optimizer, or the program, writes main weights.
@@ -156,7 +155,7 @@ class Weights:
 
     def _take_edits(self, buckets: Sequence[ParamGroup]) -> bool:
         """Have each rank take over edits of its own part; true if any rank made some. *Collective.*"""
-        differing = [edits.differing(bucket) for bucket in buckets]
+        differing = [bucket.differing() for bucket in buckets]
         seen = any(bucket.views.edited() for bucket in buckets) or any(
             bool(places.any()) for each in differing for places in each
         )
@@ -164,7 +163,7 @@ class Weights:
         is_edited = bool(self.meshes.dense.everyone.sum_scalars(flag, "edits of gathered weights"))
         for bucket, places in zip(buckets, differing, strict=True):
             if is_edited:
-                edits.take_over(bucket, places)
+                bucket.take_over(places)
             bucket.views.forget_edits()
         return is_edited
 

@@ -256,21 +256,60 @@ class ParamGroup:
         if sharded is not None and sharded.shows_unsharded is not self.is_whole:
             sharded.show(unsharded=self.is_whole)
 
-    def use(self) -> None:
-        """A forward or a backward runs: show unsharded parameters, if the weights are whole."""
-        sharded = self.views.sharded()
-        if sharded is not None and not sharded.shows_unsharded and self.is_whole and not self.awaited:
-            sharded.show(unsharded=True)
-
     def rest(self) -> None:
         """No forward and no backward runs: show sharded parameters."""
         sharded = self.views.sharded()
         if sharded is not None and sharded.shows_unsharded:
             sharded.show(unsharded=False)
 
+    def use(self) -> None:
+        """A forward or a backward runs: show unsharded parameters, if the weights are whole."""
+        sharded = self.views.sharded()
+        if sharded is not None and not sharded.shows_unsharded and self.is_whole and not self.awaited:
+            sharded.show(unsharded=True)
+
     def cast_shards(self) -> Sequence[Tensor]:
         """Sources of a copy into compute weights: main weights, which the copy casts, or their payload in 8 bits."""
         return self.main_shards if self.codec is None else self.codec.encode(self.main_shards)
+
+    # -- edits of unsharded weights ------------------------------------------------------------------------------
+
+    def refuse_lost_edits(self) -> None:
+        """Raise RuntimeError for an edit in place that main weights do not have. Torch's counters tell it: one through
+        `.data` in place inside a forward is lost."""
+        edited = [] if self.computes_with_main_weights else self.views.edited()
+        if edited:
+            raise RuntimeError(
+                f"parameter {edited[0]} was edited in place while it was unsharded, between a forward and the end of its"
+                f" backward: its main weights ({self.dtypes.main}) do not know, and would overwrite it. Edit it between"
+                " steps, or inside `with model.unsharded():` before the forward"
+            )
+
+    def differing(self) -> list[Tensor]:
+        """Masks of this rank's compute weights with other bits than main weights cast: bool, one a segment.
+
+        Only while compute weights are unsharded. Empty where main weights are the compute weights.
+        """
+        if self.computes_with_main_weights:
+            return []
+        pairs = zip(self._own_compute_weights(), self.cast_shards(), strict=True)
+        return [_bits_of(seen) != _bits_of(main.detach().to(seen.dtype)) for seen, main in pairs]
+
+    def take_over(self, differing: Sequence[Tensor]) -> None:
+        """Copy compute weights to main weights in these places; elsewhere main weights keep all their bits."""
+        if self.codec is not None:
+            if any(bool(places.any()) for places in differing):
+                raise RuntimeError(
+                    f"a weight of {self.name} was edited in place: it is kept in 8 bits, quantized from main weights"
+                    f" ({self.dtypes.main}), which cannot follow. Change those instead, by load_state_dict()"
+                )
+            return
+        for seen, main, places in zip(self._own_compute_weights(), self.main_shards, differing, strict=False):
+            main.detach().copy_(torch.where(places, seen.to(main.dtype), main.detach()))
+
+    def _own_compute_weights(self) -> list[Tensor]:
+        own = self.cuts.own_shards(self.cuts.inner_shards(self.compute))
+        return [shard.to(self.main_shards[0].device) for shard in own]
 
     # -- install -------------------------------------------------------------------------------------------------
 
@@ -376,3 +415,7 @@ class ParamGroup:
                 found[role] = found.get(role, 0) + numel * tensor.itemsize
                 found["padding"] += (tensor.numel() - numel) * tensor.itemsize
         return found
+
+
+def _bits_of(values: Tensor) -> Tensor:
+    return values.view({8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[values.itemsize])
