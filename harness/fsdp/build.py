@@ -29,12 +29,10 @@ from harness.fsdp.policy import MixedPrecisionPolicy
 from harness.fsdp.runtime.gather import GatherPipeline
 from harness.fsdp.runtime.gradient_sync import GradientSync
 from harness.fsdp.runtime.hooks import Hooks, abandon
-from harness.fsdp.runtime.materialize import leave_meta, reset_by_module, values_of_first_rank
 from harness.fsdp.runtime.reduce import ReducePipeline
 from harness.fsdp.runtime.step import Step
-from harness.fsdp.runtime.units import Members, Unit, buckets_of, build_units, is_expert, plan_units
-from harness.fsdp.runtime.weak_hooks import WeakHook
-from harness.fsdp.runtime.weights import Weights
+from harness.fsdp.runtime.units import Members, Unit, WeakHook, buckets_of, build_units, is_expert, plan_units
+from harness.fsdp.runtime.weights import Weights, leave_meta, reset_by_module, values_of_first_rank
 from harness.fsdp.state import StateAccess
 from harness.fsdp.storage.at_rest import ShardedParameters
 from harness.fsdp.storage.codec import mark_weights

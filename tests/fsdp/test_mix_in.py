@@ -197,7 +197,7 @@ test_a_sharded_module_is_as_before = each_holds(__name__, CHECKS)
 MUTANTS = of_slips(
     """
     hooks keep the engine: Hooks hold what they call, so that module and engine keep each other
-        fsdp.runtime.weak_hooks.WeakHook: __import__("functools").partial
+        fsdp.runtime.units.WeakHook: __import__("functools").partial
         deleting
     watchdog keeps the engine: The watching thread holds what it asks where the program is
         fsdp.build.Engine._wire: weakref.WeakMethod(hooks.where) => (lambda: hooks.where)

@@ -308,7 +308,7 @@ FORWARD = {
     for name, (slip, *more) in slips(
         """
     every forward counts: A rank waits for gradients of units that an evaluation alone called, and others wait for it
-        fsdp.runtime.readiness.Readiness.note_forwards: if numbers else => if False else
+        fsdp.runtime.units.Readiness.note_forwards: if numbers else => if False else
         after an evaluation
         did not come about within 3 s
     one number for all forwards: A rank waits for gradients of units that only a forward with its own backward called
@@ -320,7 +320,7 @@ FORWARD = {
         generate() with other layers on each rank
         ranks issue different collectives
     no forward counts: A layer that is differentiated inside the backward is taken for one that is not used
-        fsdp.runtime.readiness.Readiness.note_forwards: bool( => False and bool(
+        fsdp.runtime.units.Readiness.note_forwards: bool( => False and bool(
         layers that are differentiated inside the backward
         arrived after unit
     """

@@ -271,7 +271,7 @@ SLIPS = slips(
         fsdp.comm.reduction.Reduction.fold: exchange.pending.wait()
             => vars(self).setdefault("kept", []).append(exchange)
     readiness: is over at the last parameter; shown by readiness
-        fsdp.runtime.readiness.Readiness.is_over: property(lambda self: id(self.params[0]) in self._arrived)
+        fsdp.runtime.units.Readiness.is_over: property(lambda self: id(self.params[0]) in self._arrived)
     """
 )
 MUTANTS: dict[str, tuple[str, Callable[[], Any], Case, Disturbance]] = {

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
-from harness.fsdp.runtime.readiness import Readiness
+from harness.fsdp.runtime.units import Readiness
 from tests.fsdp.ordinary.judging import judge
 from tests.fsdp.ordinary.program import Program, covering_seeds, draw
 from tests.fsdp.ordinary.running import attempt, reference, run

@@ -1,6 +1,6 @@
 """Hooks of a backward: on parameters, on the outputs of calls and on their inputs.
 
-A unit's backward ends when everything has come that `harness.fsdp.runtime.readiness` says is due. What never comes (an
+A unit's backward ends when everything has come that `harness.fsdp.runtime.units` says is due. What never comes (an
 undefined gradient, a call nobody differentiates) is settled when the whole backward ends.
 
 A unit may hand tensors on where no hook finds them: in an attribute, a closure, an object of its own. Its backward may
@@ -26,10 +26,18 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from harness.fsdp.runtime.gather import GatherPipeline
-from harness.fsdp.runtime.readiness import NUMBERS, Call, begin_backward, could_reach, due_among
 from harness.fsdp.runtime.reduce import ReducePipeline
-from harness.fsdp.runtime.units import Unit, buckets_of, rest
-from harness.fsdp.runtime.weak_hooks import WeakHook
+from harness.fsdp.runtime.units import (
+    NUMBERS,
+    Call,
+    Unit,
+    WeakHook,
+    begin_backward,
+    buckets_of,
+    could_reach,
+    due_among,
+    rest,
+)
 from harness.fsdp.storage.at_rest import location_of
 from harness.fsdp.storage.gradients import Gradients
 from harness.fsdp.storage.param_group import ParamGroup

@@ -3,27 +3,154 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from harness.fsdp.comm import events
 from harness.fsdp.comm.communicator import Communicator, Pending
 from harness.fsdp.comm.device import is_queued
 from harness.fsdp.comm.events import Label
-from harness.fsdp.comm.mesh import Meshes
+from harness.fsdp.comm.mesh import Meshes, all_values
 from harness.fsdp.comm.reduction import Integers
+from harness.fsdp.guards.replicas import CopiesPart, bit_hash
 from harness.fsdp.runtime.hooks import Hooks
-from harness.fsdp.runtime.same_data import SameData
-from harness.fsdp.runtime.step import Call, Progress, StepError, StepState
-from harness.fsdp.runtime.units import Unit, buckets_of
-from harness.fsdp.runtime.weak_hooks import WeakHook, watch
+from harness.fsdp.runtime.step import Call, Progress, Step, StepError, StepState
+from harness.fsdp.runtime.units import Unit, WeakHook, buckets_of
 from harness.fsdp.runtime.weights import Weights
-from harness.fsdp.storage.at_rest import ShardedParameters
+from harness.fsdp.storage.at_rest import ShardedParameters, counting
 from harness.fsdp.storage.gradients import Gradients
 from harness.fsdp.storage.param_group import ParamGroup
-from harness.fsdp.storage.parameter_access import by_engine
+from harness.fsdp.storage.parameter_access import WATCH, by_engine, grad_of, put_grad
+from harness.fsdp.tensor_parallel import edits_of, values_here
+from harness.private_torch import accumulation_hooks, tree_leaves, without_torch_function
+
+DATA = "data of tensor-parallel ranks"
+
+
+class SameData:
+    """Data of tensor-parallel ranks, compared once, in the first forward with gradients. buckets: all of the model.
+
+    Where a plan cuts the embedding and the head, too, every activation is a sum over ranks, and a model would train on
+    a mixture of batches. So what the model's forward is given is compared by its bits: integers (token ids), and
+    DTensors that are whole on each rank. Other floating-point numbers are left out, as nothing says if they are a
+    shard.
+    """
+
+    def __init__(self, module: nn.Module, buckets: Sequence[ParamGroup], meshes: Meshes) -> None:
+        self.meshes = meshes
+        if any(not shard.is_whole for bucket in buckets for shard in bucket.tp_shards.values()):
+            look = WeakHook(self._look)
+            self._handle = module.register_forward_pre_hook(look, prepend=True, with_kwargs=True)
+
+    def _look(self, module: nn.Module, args: object, kwargs: object) -> None:
+        """*Collective* where there is something to compare. Raises CopiesPart: on all ranks."""
+        given = map(_comparable, tree_leaves((args, kwargs)) if torch.is_grad_enabled() else ())
+        hashes = [bit_hash(each) for each in given if each is not None]
+        if not hashes or self.meshes.tensor is None:
+            return
+        self._handle.remove()
+        bits = all_values(self.meshes.tensor, torch.stack(hashes), DATA)
+        if int(self.meshes.everyone.sum_scalars((bits != bits[0]).sum(), DATA)):
+            raise CopiesPart(
+                "tensor-parallel ranks did not see the same data: integers, or whole DTensors, among the arguments of"
+                " the model's forward differ between ranks of tp_dim, so that all ranks would train on a mixture. Give"
+                " ranks of tp_dim the same batch: a sampler with num_replicas and rank of the data-parallel dimension,"
+                " mesh['dp'].size() and mesh['dp'].get_local_rank(). What is split over tp_dim must be a DTensor that"
+                " says so"
+            )
+
+
+def _comparable(given: object) -> Tensor | None:
+    if not isinstance(given, Tensor) or given.requires_grad:
+        return None
+    if isinstance(given, DTensor):
+        return given.to_local() if all(each.is_replicate() for each in given.placements) else None
+    return None if given.is_floating_point() or given.is_complex() else given
+
+
+Hook = Callable[[Any], Any]
+
+
+class ProgramHook:
+    """User's post-accumulate hook, which must not change its parameter.
+
+    "Optimizer in backward" would update a parameter by a gradient of this rank alone: ranks would part, or the update
+    be lost with gathered weights. While such a hook runs, edits through `data` are counted as the parameter's own are.
+
+    torch shows such a hook the sum over all backwards so far. So do strategies that add up on each rank. Where earlier
+    sums lie elsewhere (split over ranks, or finished), an edit of `.grad` would miss them: it is refused. The engine's
+    own hook runs last and takes what others leave.
+
+    sums_elsewhere: asked in a backward, if gradients of earlier ones are not in `.grad`.
+    """
+
+    def __init__(self, hook: Hook, name: str, step: Step, sums_elsewhere: Callable[[], bool]) -> None:
+        self.hook, self.name, self.step, self.sums_elsewhere = hook, name, step, sums_elsewhere
+
+    def __call__(self, param: nn.Parameter) -> None:
+        """Raises StepError if the hook has changed its parameter, or a gradient of which `.grad` is a part."""
+        if not self.step.in_backward:
+            self.hook(param)
+            return
+        own = type(param)
+        before: Tensor | None = None
+        with without_torch_function():
+            edits, shown = edits_of(param), grad_of(param)
+            if shown is not None and self.sums_elsewhere():
+                before = shown.detach().clone()
+        param.__class__ = counting(own)
+        try:
+            self.hook(param)
+        finally:
+            param.__class__ = own
+        with without_torch_function():
+            if edits_of(param) != edits:
+                self._refuse("changed values")
+            left = grad_of(param)
+            if shown is None or (left is shown and before is None):
+                return
+            if left is None or (before is not None and not _same_bits(left, before)):
+                self._refuse("dropped .grad" if left is None else "changed .grad")
+            elif left is not shown:
+                shown.copy_(left)
+                put_grad(param, shown)
+
+    def _refuse(self, did: str) -> NoReturn:
+        raise StepError(
+            f"a hook (register_post_accumulate_grad_hook) has {did} of parameter {self.name} inside the backward,"
+            " where .grad is a part of the gradient alone: not yet summed over ranks, and without earlier backwards of"
+            " the step. Call optimizer.step() after backward(), and edit p.grad for p in model.parameters() between the"
+            " last backward and optimizer.step(); or edit what each backward brings by param.register_hook(function)"
+        )
+
+
+def watch(name: str, param: nn.Parameter, step: Step, sums_elsewhere: Callable[[], bool]) -> None:
+    """Watch hooks on an unsharded parameter, those registered later too, and let them run before the engine's."""
+
+    def watched(hook: Hook) -> Hook:
+        return hook if isinstance(hook, WeakHook | ProgramHook) else ProgramHook(hook, name, step, sums_elsewhere)
+
+    def hang(to: Tensor, hook: Hook) -> Any:
+        handle = Tensor.register_post_accumulate_grad_hook(to, watched(hook))  # type: ignore[no-untyped-call] # torch's
+        hooks: dict[int, Hook] = accumulation_hooks(to) or {}
+        for key in [key for key, each in hooks.items() if isinstance(each, WeakHook)]:
+            hooks[key] = hooks.pop(key)
+        return handle
+
+    setattr(param, WATCH, hang)
+    hooks: dict[int, Hook] = accumulation_hooks(param) or {}
+    for key, hook in hooks.items():
+        hooks[key] = watched(hook)
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    one, other = (values_here(each).reshape(-1).view(torch.uint8) for each in (a, b))
+    return torch.equal(one, other)
+
 
 _UPDATE = 1 << 20
 USED = "used parameters"

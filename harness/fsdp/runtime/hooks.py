@@ -22,10 +22,8 @@ from torch import Tensor, nn
 from harness.fsdp.comm.device import DeviceRuntime
 from harness.fsdp.runtime.backward_hooks import BackwardHooks
 from harness.fsdp.runtime.gather import GatherPipeline
-from harness.fsdp.runtime.readiness import Call, PassedInputs
 from harness.fsdp.runtime.reduce import ReducePipeline
-from harness.fsdp.runtime.units import Unit, buckets_of, rest
-from harness.fsdp.runtime.weak_hooks import WeakHook
+from harness.fsdp.runtime.units import Call, PassedInputs, Unit, WeakHook, buckets_of, rest
 from harness.fsdp.storage.parameter_access import Whereabouts, by_engine
 from harness.private_torch import tree_flatten, tree_leaves, tree_unflatten
 

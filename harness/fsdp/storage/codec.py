@@ -27,8 +27,7 @@ from harness.fp8.quantize import E4M3, WIDENED, is_8_bit
 from harness.fp8.tile_scales import TileScales
 from harness.fsdp.comm.communicator import Communicator
 from harness.fsdp.comm.mesh import Mesh, Meshes
-from harness.fsdp.storage.cuts import Cuts
-from harness.fsdp.storage.layout import LocalSlice, Slot
+from harness.fsdp.storage.layout import Cuts, LocalSlice, Slot
 from harness.fsdp.storage.placement import SHARD, Axis
 
 PURPOSE = "fp8 amaxes"

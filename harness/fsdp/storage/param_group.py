@@ -25,9 +25,8 @@ from harness.fsdp.comm.mesh import Mesh
 from harness.fsdp.comm.reduction import Reduction
 from harness.fsdp.policy import Dtypes, MixedPrecisionPolicy
 from harness.fsdp.storage.codec import Fp8Codec
-from harness.fsdp.storage.cuts import Cuts
 from harness.fsdp.storage.gradients import GradientPlan, Gradients
-from harness.fsdp.storage.layout import ParamSpec, Slot
+from harness.fsdp.storage.layout import Cuts, ParamSpec, Slot
 from harness.fsdp.storage.parameter_access import ParameterViews, views_of
 from harness.fsdp.storage.placement import SHARD, WHOLE, Axis, On, Placements, route
 from harness.fsdp.tensor_parallel import TpShard
@@ -280,9 +279,9 @@ class ParamGroup:
         edited = [] if self.computes_with_main_weights else self.views.edited()
         if edited:
             raise RuntimeError(
-                f"parameter {edited[0]} was edited in place while it was unsharded, between a forward and the end of its"
-                f" backward: its main weights ({self.dtypes.main}) do not know, and would overwrite it. Edit it between"
-                " steps, or inside `with model.unsharded():` before the forward"
+                f"parameter {edited[0]} was edited in place while it was unsharded, between a forward and the end of"
+                f" its backward: its main weights ({self.dtypes.main}) do not know, and would overwrite it. Edit it"
+                " between steps, or inside `with model.unsharded():` before the forward"
             )
 
     def differing(self) -> list[Tensor]:

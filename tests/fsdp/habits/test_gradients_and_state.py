@@ -129,7 +129,7 @@ MUTANTS = of_slips(
         fsdp.runtime.gradient_sync.GradientSync._sums_elsewhere: lambda *_: False
         editing_sums_that_are_finished / no_shard
     replaced gradients: A gradient that a hook has replaced is added to the one it replaces
-        fsdp.runtime.weak_hooks.ProgramHook.__call__: shown.copy_(left) => pass
+        fsdp.runtime.gradient_sync.ProgramHook.__call__: shown.copy_(left) => pass
         editing_gradients_in_hooks / no_shard
     hidden sums: Sums that are hidden between backwards stay hidden from hooks
         fsdp.storage.gradients.Gradients.prepare: if not self.is_prepared:

@@ -290,11 +290,11 @@ MUTANTS = of_slips(
         interrupting
     [The engine, by habits of loops]
     stops: A part that ran without gradients makes a backward of a gradient of an input
-        fsdp.runtime.readiness.Readiness.is_due: bool(self._due_params) => bool(self._due_params) or self.hidden_calls
+        fsdp.runtime.units.Readiness.is_due: bool(self._due_params) => bool(self._due_params) or self.hidden_calls
         attacking_past_a_stop / no_shard
     [Hidden tensors]
     gradients are the end: A unit whose inputs are hidden is resharded when its weights have gradients
-        fsdp.runtime.readiness.Readiness.is_over: self.due or self.inside or => self.due or
+        fsdp.runtime.units.Readiness.is_over: self.due or self.inside or => self.due or
         stopping
     next unit waits for its outputs: A unit is unsharded only for gradients of its outputs, not of what it left behind
         fsdp.runtime.gather.GatherPipeline.unshard_next: lambda *_, **__: None

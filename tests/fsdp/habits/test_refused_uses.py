@@ -242,7 +242,7 @@ MUTANTS = of_slips(
         fsdp.runtime.backward_hooks.could_reach: lambda *_: False
         inputs_alone / optim
     gradients asked for: autograd.grad of parameters gives one rank's gradients
-        fsdp.runtime.readiness._will_come: lambda *_: False
+        fsdp.runtime.units._will_come: lambda *_: False
         gradients_asked_for
     sparse gradients: A sparse gradient is found by whatever meets it first
         fsdp.runtime.backward_hooks.refuse_layout: lambda *_, **__: None
@@ -259,10 +259,10 @@ MUTANTS = of_slips(
         assigning_in_a_forward
     [The engine, by habits around a step]
     steps in hooks: A hook may change weights by the gradient of one rank
-        fsdp.runtime.weak_hooks.ProgramHook.__call__: lambda self, param: self.hook(param)
+        fsdp.runtime.gradient_sync.ProgramHook.__call__: lambda self, param: self.hook(param)
         stepping_in_hooks / optim_grads
     edits through data in a hook: A hook's parameter counts no edits through `data`
-        fsdp.runtime.weak_hooks.counting: lambda own: own
+        fsdp.runtime.gradient_sync.counting: lambda own: own
         stepping_in_hooks / optim_grads
     hooks hung before: What was hung on a parameter before it was sharded is not watched
         fsdp.runtime.gradient_sync.watch: lambda *_, **__: None

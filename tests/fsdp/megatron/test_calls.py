@@ -281,14 +281,14 @@ MUTANTS = of_slips(
         fsdp.build.check_plan: lambda *_, **__: None
         meshes
     the compiler sees hooks: torch.compile traces the engine's hooks
-        fsdp.runtime.weak_hooks.WeakHook.__call__: vars(WeakHook.__call__)["__wrapped__"]
+        fsdp.runtime.units.WeakHook.__call__: vars(WeakHook.__call__)["__wrapped__"]
         compiling
     [megatron-fsdp's names: weights]
     each its own: broadcast_params lets each rank keep what it has
         fsdp.megatron.held_by_several: lambda *_, **__: []
         broadcasting / no_shard
     parents are reset first: A module that resets what is inside it is reset before that
-        fsdp.runtime.materialize._turns: lambda part, seen: ([each] for each in part.modules())
+        fsdp.runtime.weights._turns: lambda part, seen: ([each] for each in part.modules())
         resetting / optim
     the old wire: Buckets go on sending in the dtype from before the context
         fsdp.storage.param_group.ParamGroup.send_as: integers, mesh =

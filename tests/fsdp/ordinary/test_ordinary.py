@@ -137,7 +137,7 @@ MUTANTS = {
             => order = [*reversed(self.order)]\n    self._begin(
         a forward between forward and backward, where ranks use different units
     order is not asked: A unit whose inputs no hook sees is released when its last gradient has come
-        fsdp.runtime.readiness.Readiness.is_over: self.due or self.inside or => self.due or
+        fsdp.runtime.units.Readiness.is_over: self.due or self.inside or => self.due or
         weights of a unit whose inputs no hook sees
         Hidden tensors
     unseen units are released: A unit of which neither inputs nor outputs can be seen is taken for one that is passed

@@ -22,7 +22,7 @@ from harness.fsdp import (
     fully_shard_model,
 )
 from harness.fsdp.comm.mesh import Meshes
-from harness.fsdp.runtime.same_data import SameData
+from harness.fsdp.runtime.gradient_sync import SameData
 from tests.fsdp.checked import Mutant, each_holds, each_is_found, of_slips, said
 from tests.fsdp.tensor_parallel.training import (
     Block,
@@ -329,7 +329,7 @@ MUTANTS = of_slips(
             => torch.cat(made.full_tensor().chunk(self.size, self.dim)[::-1], self.dim)
         training
     own numbers: A module on the meta device resets each TP shard by itself
-        fsdp.runtime.materialize._values_of: return found
+        fsdp.runtime.weights._values_of: return found
             => [v.copy_(torch.cat([v.chunk(2)[0]] * 2)) for v in found.values() if v.dim() > 1]\n    return found
         meta
     marks are ignored: What a module cut by itself counts as a copy on every rank

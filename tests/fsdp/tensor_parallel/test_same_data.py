@@ -59,13 +59,13 @@ test_other_data_is_told = each_holds(__name__, CHECKS)
 MUTANTS = of_slips(
     """
     inputs: What the model is given is not looked at
-        fsdp.runtime.same_data.SameData._look: lambda *_, **__: None
+        fsdp.runtime.gradient_sync.SameData._look: lambda *_, **__: None
         other_tokens
     whole floats: Of what the model is given, integers alone are compared
-        fsdp.runtime.same_data.bit_hash: lambda x: was(torch.zeros_like(x) if x.is_floating_point() else x)
+        fsdp.runtime.gradient_sync.bit_hash: lambda x: was(torch.zeros_like(x) if x.is_floating_point() else x)
         other_pixels / optim
     length alone: Numbers of elements are compared, and not their bits
-        fsdp.runtime.same_data.bit_hash: lambda given: torch.tensor(given.numel())
+        fsdp.runtime.gradient_sync.bit_hash: lambda given: torch.tensor(given.numel())
         other_tokens / no_shard
     """
 )
