@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from harness.config.derived import may_leave_unused
 from harness.config.schema import Config, ModelFamily
-from harness.fsdp import Fp8Linear
+from harness.fp8.linear import Fp8Linear
 from harness.models import llama, llama_plan
 
 NOT_ORTHOGONALIZED = re.compile(r"(^|\.)(\w*emb\w*|wte|wpe|(\w+_)?head|output)(\.|$)")

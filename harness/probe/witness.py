@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from harness.fsdp import Fp8Linear
+from harness.fp8.linear import Fp8Linear
 from harness.probe.hooks import Aside, ParameterHooks, named_parameters
 
 UNSEEN = -1

@@ -16,7 +16,7 @@ from harness.checkpoint.storage import whole_tensor
 from harness.config.schema import CkptPolicy, Config, Dtype, EngineName, Fp8, Numerics, Strategy
 from harness.data.loader import Loader
 from harness.engines.protocol import Microbatch
-from harness.fsdp import Fp8Linear
+from harness.fp8.linear import Fp8Linear
 from harness.store.metrics import read_metrics
 from tests.support.factory import small_config, stopping, train
 from tests.support.layouts import build, checkpoints_of

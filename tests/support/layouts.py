@@ -35,7 +35,7 @@ from harness.checkpoint.storage import whole_tensor
 from harness.config.schema import Config, GradBuffer, ModelConfig
 from harness.control import Control
 from harness.engines.protocol import Engine
-from harness.fsdp import Fp8Linear
+from harness.fp8.linear import Fp8Linear
 from harness.fsdp.vocabulary import Fp8
 from harness.probe.collectives import CollectiveMeter
 from tests.engines.conformance.cases import Case

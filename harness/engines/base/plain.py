@@ -14,7 +14,7 @@ from torch import nn
 
 from harness.config.schema import Config
 from harness.engines.protocol import TORCH_DTYPES, Workload
-from harness.fsdp import Fp8Linear
+from harness.fp8.linear import Fp8Linear
 
 
 def shadow_weights(model: nn.Module, dtype: torch.dtype, uncast: Collection[int] = ()) -> None:

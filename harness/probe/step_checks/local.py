@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from harness.fsdp import Fp8Linear
+from harness.fp8.linear import Fp8Linear
 from harness.probe.hooks import Aside, ParameterHooks, named_modules, named_parameters
 from harness.probe.step_checks.sketch import SKETCHES, Place, Signs, Sketch, added
 
