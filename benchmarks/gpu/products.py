@@ -2,10 +2,9 @@
 
     python benchmarks/gpu/products.py DEVICE
 
-`built`: whether this device and this torch have such a product (the CPU has those of one scale); `right`: whether whole
-numbers come out exactly, without which products of the kind are emulated; `error`: the largest difference from the
-emulation over sizes of a decoder's layer, beside the sum of the terms' magnitudes: an accumulator that keeps fewer bits
-than fp32 shows here.
+`right`: whether this device has such a product, of which whole numbers come out exactly, without which products of the
+kind are emulated; `error`: the largest difference from the emulation over sizes of a decoder's layer, beside the sum of
+the terms' magnitudes: an accumulator that keeps fewer bits than fp32 shows here.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
-from harness.fp8.matmul import KINDS, TENSORWISE, Kind, emulate, is_right, scaled_mm
+from harness.fp8.matmul import KINDS, Kind, emulate, is_right, scaled_mm
 from harness.fp8.quantize import E4M3, Scaling, Tile, quantize
 
 SIZES = ((256, 512, 384), (40, 1024, 2048), (1024, 256, 4096))
@@ -33,10 +32,7 @@ def main(device: torch.device) -> list[dict[str, Any]]:
 
 
 def row(kind: Kind, a: Tile, b: Tile, device: torch.device) -> dict[str, Any]:
-    built = kind.is_built(device) if device.type == "cuda" else kind is TENSORWISE
-    found: dict[str, Any] = {"kind": kind.name, "tiles": [str(a), str(b)], "built": built}
-    if not built:
-        return found
+    found: dict[str, Any] = {"kind": kind.name, "tiles": [str(a), str(b)]}
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         found["right"] = is_right(kind, a, b, device)

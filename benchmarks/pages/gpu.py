@@ -50,7 +50,7 @@ def summary(result: Facts) -> str:
     found = result["found"]
     counts = Counter(row["outcome"] for key in ("verdicts", "again") for row in found.get(key, ()))
     words = [f"{count} {name}" for name, count in sorted(counts.items())]
-    words += [product(row) for row in found.get("products", ()) if row["built"]]
+    words += [product(row) for row in found.get("products", ()) if row.get("built", True)]
     words += [found["reason"]] if found.get("reason") else []
     words += sorted({told for run in found.get("network", {}).values() if (told := unregistered(run["nccl_ub"]))})
     words += [f"{len(result['wrong'])} wrong"] if result["wrong"] else []

@@ -30,31 +30,23 @@ _LINE, _SQUARE = Tile(1, 128), Tile(128, 128)
 
 @dataclass(frozen=True)
 class Kind:
-    """Tiles that one kind of GPU multiplies.
+    """Tiles that some GPUs multiply.
 
     name: for messages. tiles: of a, and of b in `a @ b.T`, any of these. multiple: of both sizes of both matrices,
-    once filled up. from_, below: compute capabilities of the devices. cuda: the first version that has it.
+    once filled up.
     """
 
     name: str
     tiles: tuple[tuple[Tile, ...], tuple[Tile, ...]]
     multiple: int
-    from_: tuple[int, int]
-    below: tuple[int, int] = (1_000, 0)
-    cuda: tuple[int, int] = (12, 9)
 
     def takes(self, a: Tile, b: Tile) -> bool:
         """True if the kind multiplies a matrix of tiles a by one of tiles b."""
         return a in self.tiles[0] and b in self.tiles[1]
 
-    def is_built(self, device: torch.device) -> bool:
-        """True if a GPU and this torch have it."""
-        cuda = tuple(int(part) for part in (torch.version.cuda or "0.0").split(".")[:2])
-        return cuda >= self.cuda and self.from_ <= torch.cuda.get_device_capability(device) < self.below
 
-
-TENSORWISE = Kind("scaled_mm with one scale", ((WHOLE,), (WHOLE,)), 16, (8, 9), cuda=(0, 0))
-BLOCKWISE = Kind("scaled_mm with scales of 1x128 and 128x128", ((_LINE,), (_LINE, _SQUARE)), 128, (9, 0), (9, 1))
+TENSORWISE = Kind("scaled_mm with one scale", ((WHOLE,), (WHOLE,)), 16)
+BLOCKWISE = Kind("scaled_mm with scales of 1x128 and 128x128", ((_LINE,), (_LINE, _SQUARE)), 128)
 KINDS = (TENSORWISE, BLOCKWISE)
 
 
@@ -109,8 +101,7 @@ def _scales(matrix: Quantized) -> tuple[Tensor, ScalingType]:
 @cache
 def _kind_for(a: Tile, b: Tile, device: torch.device) -> Kind | None:
     """How a device multiplies matrices of these tiles; None where it does not, or gives wrong products."""
-    kind = next((kind for kind in KINDS if kind.takes(a, b) and kind.is_built(device)), None)
-    return None if kind is None or not is_right(kind, a, b, device) else kind
+    return next((kind for kind in KINDS if kind.takes(a, b) and is_right(kind, a, b, device)), None)
 
 
 def is_right(kind: Kind, a: Tile, b: Tile, device: torch.device) -> bool:

@@ -99,24 +99,6 @@ def test_every_product_of_every_recipe_but_mx_has_a_kind() -> None:
             assert kinds == (0 if recipe.scaling is Scaling.exponent else 1), recipe.name
 
 
-@pytest.mark.parametrize(
-    ("capability", "cuda", "kinds"),
-    [
-        ((8, 0), "13.0", []),
-        ((8, 9), "13.0", [TENSORWISE]),
-        ((9, 0), "12.8", [TENSORWISE]),
-        ((9, 0), "13.0", [TENSORWISE, BLOCKWISE]),
-        ((10, 0), "12.9", [TENSORWISE]),
-    ],
-)
-def test_which_device_has_which_kind(capability: tuple[int, int], cuda: str, kinds: list[Kind]) -> None:
-    with (
-        mock.patch.object(torch.cuda, "get_device_capability", return_value=capability),
-        mock.patch.object(torch.version, "cuda", cuda),
-    ):
-        assert [kind for kind in KINDS if kind.is_built(torch.device("cuda", 0))] == kinds
-
-
 MUTANTS = slips(
     """
     scales of rows: Scales of lines lie row by row
@@ -156,7 +138,6 @@ def test_a_kind_is_tried_once_and_used_where_it_is_right(kind: Kind, a: Tile, b:
 
     matmul._kind_for.cache_clear()
     with (
-        mock.patch.object(Kind, "is_built", return_value=True),
         mock.patch.object(functional, "scaled_mm", counting),
         pytest.warns(UserWarning, match=why) if why else nullcontext(),
     ):
