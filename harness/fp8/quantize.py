@@ -59,11 +59,6 @@ def power_of(exponent: Tensor) -> Tensor:
     return exponent.view(torch.float8_e8m0fnu).float()
 
 
-def reciprocal_power_of(exponent: Tensor) -> Tensor:
-    """2^(127 - b) of each e8m0 byte b; fp32. 1 for b = 0, as in TransformerEngine: its tiles round to 0 either way."""
-    return torch.where(exponent == 0, 1.0, power_of(254 - exponent))
-
-
 @dataclass(frozen=True)
 class Tile:
     """Rows and columns that share a scale; None: all of them."""
@@ -117,7 +112,8 @@ def scales_of(amax: Tensor, format: torch.dtype, scaling: Scaling) -> tuple[Tens
     """
     if scaling is Scaling.exponent:
         exponent = exponent_above(amax * (1.0 / largest(format)))
-        return reciprocal_power_of(exponent), power_of(exponent)
+        # 1 for the byte 0, as in TransformerEngine: its tiles round to 0 either way
+        return torch.where(exponent == 0, 1.0, power_of(254 - exponent)), power_of(exponent)
     # not `largest / amax`, which torch makes a reciprocal and a product of, rounding twice
     scale = torch.div(torch.full_like(amax, largest(format)), amax).clamp(max=largest(torch.float32))
     if scaling is Scaling.power_of_two:

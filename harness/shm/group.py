@@ -130,12 +130,8 @@ class ShmGroup(dist.ProcessGroup):
         given = [each.detach().contiguous() for each in inputs]
         return self.transport.gather(given, outs, until_settled=until_settled)
 
-    def allgather_into_tensor_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
-        rows = [list(output.view(-1).chunk(self.size())) for output in outputs]
-        return self.allgather(rows, [each.reshape(-1) for each in inputs])
-
     def all_gather_single(self, output: Tensor, given: Tensor, opts: Any = None) -> Any:
-        return self.allgather_into_tensor_coalesced([output], [given])
+        return self.allgather([list(output.view(-1).chunk(self.size()))], [given.reshape(-1)])
 
     # -- reduce-scatter ------------------------------------------------------------------------------------------------
 
@@ -149,12 +145,8 @@ class ShmGroup(dist.ProcessGroup):
         flat = [output.view(-1) for output in outputs]
         return self.transport.reduce_scatter(given, flat, divisor=divisor)
 
-    def reduce_scatter_tensor_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
-        rows = [list(each.reshape(-1).chunk(self.size())) for each in inputs]
-        return self.reduce_scatter([each.view(-1) for each in outputs], rows, opts)
-
     def reduce_scatter_single(self, output: Tensor, given: Tensor, opts: Any = None) -> Any:
-        return self.reduce_scatter_tensor_coalesced([output], [given], opts)
+        return self.reduce_scatter([output.view(-1)], [list(given.reshape(-1).chunk(self.size()))], opts)
 
     _allgather_base, _reduce_scatter_base = all_gather_single, reduce_scatter_single
 

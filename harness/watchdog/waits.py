@@ -43,18 +43,16 @@ class FlightRecorder:
 
     def __init__(self, groups: Sequence[dist.ProcessGroup]) -> None:
         self._names = [group.group_name for group in groups]
-        self._waits: dict[int, Wait] = {}
-        kind = "nccl" if dist.get_backend(groups[0]) == "nccl" else "fr"
-        self._dump = flight_recorder(kind)
+        self._waits: dict[int, Wait] = {}  # kept, so that a clock that is set makes none of them late
+        self._dump = flight_recorder("nccl" if dist.get_backend(groups[0]) == "nccl" else "fr")
 
     def in_flight(self) -> list[Wait]:
         began = time.monotonic() - time.time()
-        entries = [each for each in self._entries(only_active=True) if not each["retired"]]
         self._waits = {
             (key := each["record_id"]): self._waits.get(key)
             or Wait((_name(each),), began + each["time_created_ns"] / 1e9, number=_number(each))
-            for each in entries
-            if each["process_group"][0] in self._names
+            for each in self._entries(only_active=True)
+            if not each["retired"] and each["process_group"][0] in self._names
         }
         return list(self._waits.values())
 
@@ -115,7 +113,7 @@ class Waits:
     def all(self) -> list[Wait]:
         """Waits that are not over, the innermost last."""
         with self._lock:
-            while self.on_device and self.on_device[0].reached is not None and self.on_device[0].reached.is_reached:
+            while self.on_device and self.on_device[0].reached.is_reached:
                 self.on_device.popleft()
                 if self.on_device:
                     self.on_device[0].since = time.monotonic()

@@ -40,15 +40,10 @@ class Cut:
         are_closed_up = all(one[1] == following[0] for one, following in pairwise(self.spans))
         self.covers = (self.spans[0][0], self.spans[-1][1]) if are_closed_up else None
 
-    @classmethod
-    def at(cls, bounds: Sequence[int]) -> Cut:
-        """Chunks that lie one after another: rank r's is `bounds[r] .. bounds[r + 1]`."""
-        return cls(pairwise(bounds))
-
     @cached_property
     def closed_up(self) -> Cut:
         """Chunks of the same lengths that lie one after another, from 0 on."""
-        return Cut.at([0, *accumulate(self.sizes)])
+        return Cut(pairwise([0, *accumulate(self.sizes)]))
 
 
 class Part(NamedTuple):
@@ -83,7 +78,7 @@ class Part(NamedTuple):
 def even_cut(numel: int, size: int) -> Cut:
     """`size` chunks of equal length of `numel` elements, the last ones shorter where it does not divide."""
     step = -(-numel // size)
-    return Cut.at([min(rank * step, numel) for rank in range(size + 1)])
+    return Cut(pairwise(min(rank * step, numel) for rank in range(size + 1)))
 
 
 class Evened:

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from harness.private_torch import foreach_add_, foreach_copy_, foreach_mul_
+from harness.private_torch import foreach_copy_, foreach_mul_
 
 HEAP_BYTES = 31 << 20
 """Just below the largest block that moves glibc's thresholds (32 MiB on 64 bits)."""
@@ -150,11 +150,6 @@ def copy_together(targets: Sequence[Tensor], sources: Sequence[Tensor], *, follo
     apart = [(to, source) for to, source in pairs if not to.numel() or to.data_ptr() != source.data_ptr()]
     if apart:
         foreach_copy_([target for target, _ in apart], [source for _, source in apart], not follows)
-
-
-def add_together(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    if targets:
-        foreach_add_(list(targets), list(sources))
 
 
 def scale_together(tensors: Sequence[Tensor], factor: float | Tensor) -> None:

@@ -21,11 +21,12 @@ from torch import Tensor
 
 from harness.fsdp.comm import events
 from harness.fsdp.comm.communicator import Communicator, Evened, Part, Pending
-from harness.fsdp.comm.device import add_together, copy_together, is_queued, scale_together
+from harness.fsdp.comm.device import copy_together, is_queued, scale_together
 from harness.fsdp.comm.events import Label
 from harness.fsdp.comm.fixed_point import FixedPoint
 from harness.fsdp.policy import Dtypes
 from harness.fsdp.vocabulary import Numerics
+from harness.private_torch import foreach_add_
 from harness.shm import sum_in_order
 from harness.shm.transfer import BLOCK
 
@@ -174,7 +175,7 @@ class Reduction:
             received = [row.sum(dim=0, dtype=accum) for row in rows]
             if came_as_one:
                 received = [sums[: to.numel()] for sums, to in zip(received[0].split(widths), into, strict=True)]
-        (add_together if add else copy_together)(into, received)
+        (foreach_add_ if add else copy_together)(into, received)
         scale_together(into, exchange.factor)
 
     def spread(self, exchange: Exchange, whole: Sequence[Part]) -> Pending:
