@@ -37,18 +37,7 @@ def stores_of(group: dist.ProcessGroup, clones: int) -> list[Any]:
     """Stores with the same keys, which no one else uses, each with a connection of its own."""
     prefix = f"watchdog/{next(_users[group.group_name])}"
     store: Any = group.get_group_store()
-    if store is None:
-        raise RuntimeError(
-            f"{type(group).__name__} tells no store: get_group_store() must return the one it was made by"
-        )
     return [dist.distributed_c10d.PrefixStore(prefix, store.clone()) for _ in range(clones)]
-
-
-def file_of(store: Any) -> str | None:
-    """Path of a FileStore; None for other stores."""
-    while (inner := getattr(store, "underlying_store", None)) is not None:
-        store = inner
-    return getattr(store, "path", None)
 
 
 class RollCalls:
@@ -61,8 +50,10 @@ class RollCalls:
 
     def __init__(self, ear: Any, voice: Any, ranks: Sequence[int], rank: int, tick_s: float) -> None:
         self._ear, self._voice, self._ranks, self._rank = ear, voice, ranks, rank
-        self._path, self._tick_s = file_of(ear), tick_s
-        self.number = 1
+        while (inner := getattr(ear, "underlying_store", None)) is not None:
+            ear = inner
+        self._path: str | None = getattr(ear, "path", None)  # of a FileStore
+        self._tick_s, self.number = tick_s, 1
 
     def wait(self) -> bool:
         """Block until the roll is called; false after `close`."""

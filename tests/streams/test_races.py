@@ -170,9 +170,9 @@ UNEVEN = Case("no_shard", "no_shard", more="inner axis of three ranks", k=2)
 SLIPS = slips(
     """
     not copied in: What is gathered into a longer buffer is not put there
-        fsdp.comm.communicator.Evened.copy_in: if self.is_copy: => if False:
+        fsdp.comm.communicator.Evened.copy: if not self.is_copy: => if not (self.is_copy and back):
     not copied back: What came into a longer buffer stays there
-        fsdp.comm.communicator.Evened.copy_back: if self.is_copy: => if False:
+        fsdp.comm.communicator.Evened.copy: if not self.is_copy: => if back or not self.is_copy:
     """
 )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -93,24 +93,14 @@ class Evened:
         self.is_copy = not part.cut.is_even or part.cut.covers is None
         self.part = Part.evenly(part.tensor.new_empty(part.cut.longest * size) if self.is_copy else part.chunks, size)
 
-    def copy_in(self, rank: int | None = None) -> None:
-        """Copy all chunks, or a rank's, to where the collective has them."""
-        if self.is_copy:
-            given, own = self._both(rank)
-            own.copy_(given)
-
-    def copy_back(self, rank: int | None = None) -> None:
-        """Copy all chunks, or a rank's, from where the collective has them."""
-        if self.is_copy:
-            given, own = self._both(rank)
-            given.copy_(own)
-
-    def _both(self, rank: int | None) -> tuple[Tensor, Tensor]:
-        if rank is not None:
-            chunk = self._given.chunk(rank)
-            return chunk, self.part.chunk(rank)[: chunk.numel()]
-        given = self._given.chunks
-        return given, self.part.tensor[: given.numel()].view(given.shape)
+    def copy(self, rank: int | None = None, *, back: bool = False) -> None:
+        """Copy all chunks, or a rank's, to where the collective has them, or `back` from there."""
+        if not self.is_copy:
+            return
+        given = self._given.chunks if rank is None else self._given.chunk(rank)
+        own = (self.part.tensor if rank is None else self.part.chunk(rank))[: given.numel()].view(given.shape)
+        target, source = (given, own) if back else (own, given)
+        target.copy_(source)
 
 
 KNOWN = frozenset({torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int32, torch.int64})
@@ -186,11 +176,11 @@ class Communicator:
                 return Pending([self.shm.allgather(rows, list(own), until_settled=not is_second_leg)], parts)
             evened = [Evened(part) for part in parts]
             for each in evened:
-                each.copy_in(self.rank)
+                each.copy(self.rank)
             outputs = [self.as_sent(each.part.tensor) for each in evened]
             inputs = [self.as_sent(each.part.chunk(self.rank)) for each in evened]
             work = self.group.allgather_into_tensor_coalesced(outputs, inputs)
-            return Pending([work], parts, finish=[each.copy_back for each in evened if each.is_copy])
+            return Pending([work], parts, finish=[partial(each.copy, back=True) for each in evened if each.is_copy])
 
     def reads(self, own: Sequence[Tensor], dtype: torch.dtype) -> bool:
         """True if peers read these, which are of one dtype, in place, for parts of this one."""

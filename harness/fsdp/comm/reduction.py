@@ -224,10 +224,10 @@ class Reduction:
         else:
             evened = [Evened(part) for part in parts]
             for each in evened:
-                each.copy_in()
+                each.copy()
             outputs, inputs = [each.part.chunk(comm.rank) for each in evened], [each.part.tensor for each in evened]
             pending.incoming = [comm.group.reduce_scatter_tensor_coalesced(outputs, inputs)]
-            pending.finish = [partial(each.copy_back, comm.rank) for each in evened if each.is_copy]
+            pending.finish = [partial(each.copy, comm.rank, back=True) for each in evened if each.is_copy]
 
 
 def _messages(parts: Sequence[Part]) -> Sequence[Part]:
@@ -237,6 +237,6 @@ def _messages(parts: Sequence[Part]) -> Sequence[Part]:
         return parts
     size, evened = len(parts[0].cut.spans), [Evened(part) for part in parts]
     for each in evened:
-        each.copy_in()
+        each.copy()
     rows = [each.part.tensor.view(size, each.part.cut.longest) for each in evened]  # one view, however many ranks
     return [Part.evenly(torch.cat(rows, dim=1).view(-1), size)]
