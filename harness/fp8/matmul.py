@@ -5,8 +5,8 @@ Where each operand has one scale, the sum of products of payloads is multiplied 
 operands are dequantized first, which is exact under scales that are powers of two (unless the value leaves fp32's
 range). cuBLASLt's order of sums is another one, and before Blackwell its accumulator keeps fewer bits.
 
-The first product of a kind on a device is tried with numbers whose product is exact: where it raises or is wrong, a
-warning says so, and products of that kind are emulated from then on.
+The first product of two tiles on a device is tried with numbers whose product is exact: where it raises or is wrong, a
+warning says so, and products of these tiles are emulated from then on.
 
 Sources of the layouts of scales: torch's checks of its arguments (`aten/src/ATen/native/cuda/ScaledBlas.cpp`, and for
 tensors without memory `torch/_meta_registrations.py`).
@@ -15,7 +15,6 @@ tensors without memory `torch/_meta_registrations.py`).
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -26,28 +25,8 @@ from torch.nn.functional import ScalingType
 from harness.fp8.quantize import E4M3, WHOLE, Quantized, Tile
 
 _LINE, _SQUARE = Tile(1, 128), Tile(128, 128)
-
-
-@dataclass(frozen=True)
-class Kind:
-    """Tiles that some GPUs multiply.
-
-    name: for messages. tiles: of a, and of b in `a @ b.T`, any of these. multiple: of both sizes of both matrices,
-    once filled up.
-    """
-
-    name: str
-    tiles: tuple[tuple[Tile, ...], tuple[Tile, ...]]
-    multiple: int
-
-    def takes(self, a: Tile, b: Tile) -> bool:
-        """True if the kind multiplies a matrix of tiles a by one of tiles b."""
-        return a in self.tiles[0] and b in self.tiles[1]
-
-
-TENSORWISE = Kind("scaled_mm with one scale", ((WHOLE,), (WHOLE,)), 16)
-BLOCKWISE = Kind("scaled_mm with scales of 1x128 and 128x128", ((_LINE,), (_LINE, _SQUARE)), 128)
-KINDS = (TENSORWISE, BLOCKWISE)
+PAIRS = ((WHOLE, WHOLE), (_LINE, _LINE), (_LINE, _SQUARE))
+"""Tiles of a and of b in `a @ b.T` that some GPUs multiply."""
 
 
 def multiply(a: Quantized, b: Quantized) -> Tensor:
@@ -56,8 +35,8 @@ def multiply(a: Quantized, b: Quantized) -> Tensor:
     By the device itself where it multiplies these tiles, else emulated.
     """
     device = a.payload.device
-    kind = _kind_for(a.tile, b.tile, device) if device.type == "cuda" else None
-    return emulate(a, b) if kind is None else scaled_mm(kind, a, b)
+    is_there = device.type == "cuda" and has_product(a.tile, b.tile, device)
+    return scaled_mm(a, b) if is_there else emulate(a, b)
 
 
 def emulate(a: Quantized, b: Quantized) -> Tensor:
@@ -67,16 +46,17 @@ def emulate(a: Quantized, b: Quantized) -> Tensor:
     return a.dequantize() @ b.dequantize().t()
 
 
-def scaled_mm(kind: Kind, a: Quantized, b: Quantized) -> Tensor:
-    """As `multiply`, by a kind that takes the tiles of both, without fast accumulation; zeros fill up sizes."""
-    left, right = _filled(a, kind.multiple), _filled(b, kind.multiple)
+def scaled_mm(a: Quantized, b: Quantized) -> Tensor:
+    """As `multiply`, of tiles that the device multiplies, without fast accumulation; zeros fill up sizes."""
+    left, right = _filled(a), _filled(b)
     scales = *_scales(left), *_scales(right)
     product = functional.scaled_mm(left.payload, right.payload.t(), *scales, output_dtype=torch.float32)
     return product[: a.payload.shape[0], : b.payload.shape[0]]
 
 
-def _filled(matrix: Quantized, multiple: int) -> Quantized:
+def _filled(matrix: Quantized) -> Quantized:
     """A row-major matrix of sizes that the hardware takes; new tiles have a scale of 1."""
+    multiple = 16 if matrix.tile == WHOLE else 128
     rows, columns = (-size % multiple for size in matrix.payload.shape)
     payload = matrix.payload.contiguous()
     if rows or columns:
@@ -99,22 +79,21 @@ def _scales(matrix: Quantized) -> tuple[Tensor, ScalingType]:
 
 
 @cache
-def _kind_for(a: Tile, b: Tile, device: torch.device) -> Kind | None:
-    """How a device multiplies matrices of these tiles; None where it does not, or gives wrong products."""
-    return next((kind for kind in KINDS if kind.takes(a, b) and is_right(kind, a, b, device)), None)
-
-
-def is_right(kind: Kind, a: Tile, b: Tile, device: torch.device) -> bool:
-    """True if a product of small integers, exact in any order of sums, is right; warns where it is not, or raises."""
+def has_product(a: Tile, b: Tile, device: torch.device) -> bool:
+    """True if a device multiplies matrices of these tiles: a product of small integers, exact in any order of sums, is
+    right. Warns where it is not, or raises."""
+    if (a, b) not in PAIRS:
+        return False
     left, right = (_small_integers(tile, device, seed) for seed, tile in enumerate((a, b)))
     try:
-        if torch.equal(scaled_mm(kind, left, right), emulate(left, right)):
+        if torch.equal(scaled_mm(left, right), emulate(left, right)):
             return True
         why = "gives other numbers"
     except (RuntimeError, ValueError, NotImplementedError) as error:
         why = f"raises {error}"
     warnings.warn(
-        f"{kind.name} on {device} {why}: FP8 products of these tiles are emulated in fp32, which is slower",
+        f"scaled_mm of tiles {a} by {b} on {device} {why}: FP8 products of these tiles are emulated in fp32, which is"
+        " slower",
         stacklevel=2,
     )
     return False

@@ -66,6 +66,9 @@ class Tile:
     rows: int | None = None
     columns: int | None = None
 
+    def __str__(self) -> str:
+        return f"{self.rows}x{self.columns}" if self.rows else "whole"
+
     @property
     def t(self) -> Tile:
         """The tile of the transposed matrix."""

@@ -15,8 +15,8 @@ from torch.nn import functional
 from torch.nn.functional import ScalingType
 
 from harness.fp8 import matmul
-from harness.fp8.matmul import BLOCKWISE, KINDS, TENSORWISE, Kind, emulate, scaled_mm
-from harness.fp8.quantize import E4M3, WHOLE, Quantized, Scaling, Tile, quantize
+from harness.fp8.matmul import PAIRS, emulate, scaled_mm
+from harness.fp8.quantize import E4M3, Quantized, Scaling, Tile, quantize
 from harness.fp8.recipes import RECIPES
 from tests.support.mutants import each, slips
 
@@ -24,11 +24,6 @@ CPU = torch.device("cpu")
 ROUNDING = 1e-5
 """Of fp32 sums, beside the sum of the terms' magnitudes."""
 CHECKED = functional.scaled_mm
-PAIRS = [
-    (TENSORWISE, WHOLE, WHOLE),
-    (BLOCKWISE, Tile(1, 128), Tile(128, 128)),
-    (BLOCKWISE, Tile(1, 128), Tile(1, 128)),
-]
 SIZES = [(37, 256, 384), (24, 128, 128), (5, 384, 640), (256, 128, 1280)]
 LINES = [(128, 256, 41), (256, 384, 7)]
 """Rows, columns and summed elements; the last as for a weight's gradient, which sums over any number of tokens."""
@@ -70,19 +65,19 @@ def matrix(tile: Tile, rows: int, columns: int, *, transposed: bool = False) -> 
     return quantize(values, E4M3, tile, Scaling.power_of_two)
 
 
-def differing(pairs: list[tuple[Kind, Tile, Tile]] = PAIRS) -> list[str]:
+def differing() -> list[str]:
     """Products that are not those of the dequantized matrices."""
     torch.manual_seed(5)
     told = []
     with mock.patch.object(functional, "scaled_mm", kernel):
-        for kind, of_a, of_b in pairs:
+        for of_a, of_b in PAIRS:
             for rows, columns, summed in SIZES + (LINES if of_b.rows in (1, None) else []):
                 for transposed in (False, True):
                     a, b = matrix(of_a, rows, summed), matrix(of_b, columns, summed, transposed=transposed)
-                    found, expected = scaled_mm(kind, a, b), emulate(a, b)
+                    found, expected = scaled_mm(a, b), emulate(a, b)
                     sums = a.dequantize().abs() @ b.dequantize().abs().t()
                     if found.shape != expected.shape or not bool(((found - expected).abs() <= ROUNDING * sums).all()):
-                        told.append(f"{kind.name}, {of_b}, {(rows, columns, summed)}, transposed: {transposed}")
+                        told.append(f"{of_b}, {(rows, columns, summed)}, transposed: {transposed}")
     return told
 
 
@@ -90,13 +85,12 @@ def test_scales_lie_where_the_device_reads_them() -> None:
     assert differing() == []
 
 
-def test_every_product_of_every_recipe_but_mx_has_a_kind() -> None:
+def test_every_product_of_every_recipe_but_mx_may_be_a_gpus() -> None:
     """Forward, and both products of the backward, as `Fp8Linear` forms them; those of MX are emulated."""
     for recipe in RECIPES.values():
         x, w, g = (each.tile for each in (recipe.activations, recipe.weights, recipe.gradients))
         for a, b in ((x, w), (g, w), (g, x)):  # as each lies with the summed dimension last
-            kinds = sum(kind.takes(a, b) for kind in KINDS)
-            assert kinds == (0 if recipe.scaling is Scaling.exponent else 1), recipe.name
+            assert ((a, b) in PAIRS) == (recipe.scaling is not Scaling.exponent), recipe.name
 
 
 MUTANTS = slips(
@@ -126,8 +120,8 @@ REFUSES = "raises not on this device: FP8 products of these tiles are emulated"
 
 
 @pytest.mark.parametrize("why", ["", WRONG, REFUSES])
-@pytest.mark.parametrize(("kind", "a", "b"), PAIRS)
-def test_a_kind_is_tried_once_and_used_where_it_is_right(kind: Kind, a: Tile, b: Tile, why: str) -> None:
+@pytest.mark.parametrize(("a", "b"), PAIRS)
+def test_a_product_is_tried_once_and_used_where_it_is_right(a: Tile, b: Tile, why: str) -> None:
     tried = []
 
     def counting(*given: Any, **named: Any) -> Tensor:
@@ -136,12 +130,12 @@ def test_a_kind_is_tried_once_and_used_where_it_is_right(kind: Kind, a: Tile, b:
             raise NotImplementedError("not on this device")
         return kernel(*given, **named) + float(why == WRONG)
 
-    matmul._kind_for.cache_clear()
+    matmul.has_product.cache_clear()
     with (
         mock.patch.object(functional, "scaled_mm", counting),
         pytest.warns(UserWarning, match=why) if why else nullcontext(),
     ):
-        found = [matmul._kind_for(a, b, CPU) for _ in range(3)]
-    matmul._kind_for.cache_clear()
-    assert found == [None if why else kind] * 3
+        found = [matmul.has_product(a, b, CPU) for _ in range(3)]
+    matmul.has_product.cache_clear()
+    assert found == [not why] * 3
     assert len(tried) == 1
