@@ -27,7 +27,6 @@ NAMES: dict[str, Any] = {
     "_op_dispatcher": DTensor,  # as the next two before torch 2.12 alone
     "_propagate_op_sharding_dispatch_slow_path": "its dispatcher",
     "_custom_op_handlers": "its dispatcher",
-    "_opt_called": "an optimizer",
     "_timeout": "a backend's options",
     "_dump_fr_trace_json": "torch._C._distributed_c10d",
 }
@@ -167,14 +166,6 @@ tree_leaves: Any = _of(_PYTREE, "tree_leaves")
 tree_map: Any = _of(_PYTREE, "tree_map")
 tree_map_only: Any = _of(_PYTREE, "tree_map_only")
 tree_unflatten: Any = _of(_PYTREE, "tree_unflatten")
-
-
-# -- optimizers --------------------------------------------------------------------------------------------------------
-
-
-def note_step(optimizer: Any) -> None:
-    """Tell schedulers that were made before `step` was replaced; they warn of a step that is missing."""
-    optimizer._opt_called = True
 
 
 # -- process groups ----------------------------------------------------------------------------------------------------

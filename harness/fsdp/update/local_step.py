@@ -10,7 +10,7 @@ from __future__ import annotations
 import operator
 import types
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
@@ -25,7 +25,7 @@ from harness.fsdp.storage.parameter_access import HOME, by_engine, grad_of, put_
 from harness.fsdp.tensor_parallel import values_here
 from harness.fsdp.update.matrices import MatrixStep
 from harness.fsdp.update.rules import COUNTERS, KERNELS, kernel_settings, moments_of
-from harness.private_torch import local_tensor, note_step
+from harness.private_torch import local_tensor
 
 IN_VAIN = ("sync_grad_before_optimizer_step", "install_optimized_model_weights")
 """Arguments that megatron-fsdp's `step` has: what the loop did by itself is not done again."""
@@ -46,11 +46,9 @@ class Rows:
     state: dict[str, Any] = field(default_factory=dict)
     given: dict[str, Any] = field(default_factory=dict)
 
-    def is_given(self, held: Mapping[str, Any]) -> bool:
-        return len(held) == len(self.held) and all(map(operator.is_, held.values(), self.held))
 
-    def is_changed(self, made: Mapping[str, Any]) -> bool:
-        return len(made) != len(self.given) or not all(map(operator.is_, made.values(), self.given.values()))
+def _are_same(some: Collection[Any], others: Collection[Any]) -> bool:
+    return len(some) == len(others) and all(map(operator.is_, some, others))
 
 
 class LocalStep:
@@ -72,7 +70,7 @@ class LocalStep:
         self._wrap()
 
     def _wrap(self) -> None:
-        optimizer, held = self.optimizer, self.optimizer.step
+        optimizer = self.optimizer
         rule: Any = type(optimizer).step
         while getattr(rule, "hooked", None) and hasattr(rule, "__wrapped__"):  # below torch's hooks
             rule = rule.__wrapped__
@@ -105,7 +103,6 @@ class LocalStep:
 
         @bare
         def outer(own: Any, *args: Any, **kwargs: Any) -> Any:
-            note_step(own)
             given = {name: value for name, value in kwargs.items() if name not in IN_VAIN and value is not None}
             if len(args) > 1 or given.keys() - {"closure"}:
                 raise NotImplementedError(
@@ -113,8 +110,6 @@ class LocalStep:
                 )
             return hooked(own, *args, **given)
 
-        if "step" in vars(optimizer):  # a scheduler that was made before has marked it
-            vars(outer).update(vars(held))
         optimizer.step = types.MethodType(outer, optimizer)  # type: ignore[method-assign] # later schedulers wrap its function
 
     # -- around the rule -----------------------------------------------------------------------------------------------
@@ -155,7 +150,7 @@ class LocalStep:
             own = self._rows[id(param)] = Rows(param, rows)
         grad, entries = grad_of(param), held.get(param) or {}
         put_grad(own.rows, None if grad is None else values_here(grad).to(own.rows.dtype))
-        if not own.is_given(entries):
+        if not _are_same(entries.values(), own.held):
             self._settle(param, entries)
             self._give(own, entries)
         if own.state:
@@ -184,7 +179,7 @@ class LocalStep:
         for own in stepped:
             put_grad(own.rows, None)
             made = found.pop(own.rows, None)
-            if made is not None and own.is_changed(made):
+            if made is not None and not _are_same(made.values(), own.given.values()):
                 entries = state.setdefault(own.param, {})
                 changed = {key: value for key, value in made.items() if value is not own.given.get(key, _NONE)}
                 entries.update({key: self._shown(own.param, key, value) for key, value in changed.items()})
@@ -248,13 +243,10 @@ class LocalStep:
             held.update({key: held[key].clone() for key in self._known & held.keys() if isinstance(held[key], Tensor)})
 
     def state_bytes(self) -> int:
-        """Bytes of moments on this rank."""
-        whole = {id(param) for _, param in self.matrices.params(self.optimizer)} if self.matrices is not None else ()
-        sharded = ((param, held) for param, held in self.optimizer.state.items() if location_of(param) is not None)
-        found = (
-            held.get(key) for param, held in sharded for key in (held if id(param) in whole else self.moments or ())
-        )
-        return sum(values_here(each).nbytes for each in found if isinstance(each, Tensor))
+        """Bytes of tensors in the state of sharded parameters on this rank, but counters."""
+        state = (held.items() for param, held in self.optimizer.state.items() if location_of(param) is not None)
+        found = (value for held in state for key, value in held if key not in COUNTERS and isinstance(value, Tensor))
+        return sum(values_here(each).nbytes for each in found)
 
 
 _NONE = object()

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, optim
-from torch.optim.lr_scheduler import LambdaLR
 
 from tests.fsdp.local_step.world import Program, World, full
 
@@ -118,19 +116,6 @@ RULES: dict[str, Make] = {
 }
 PROGRAMS.update({name: _rule(make) for name, make in RULES.items()})
 PROGRAMS["clipped"] = _rule(adamw, clip=0.3)
-
-
-# -- schedulers --------------------------------------------------------------------------------------------------------
-
-
-@program
-def scheduler_before(world: World) -> None:
-    model = world.net()
-    optimizer = adamw(model.parameters())
-    scheduler = LambdaLR(optimizer, lambda n: 1 / (1 + n))
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*optimizer.step.*")
-        world.loop(model, world.bind(optimizer), scheduler=scheduler)
 
 
 # -- closures ----------------------------------------------------------------------------------------------------------

@@ -48,12 +48,12 @@ MUTANTS = slips(
         fsdp.update.local_step.LocalStep._wrap:             return rule(own, partial(around, closure))
             =>             self._begin()\n            return rule(own, closure)
         closure
-    schedulers unasked: A scheduler does not learn of steps
-        fsdp.update.local_step.LocalStep._wrap: note_step(own) => pass
-        scheduler_before
-    scheduler undone: A scheduler that was made before takes `step` for overridden
-        fsdp.update.local_step.LocalStep._wrap: vars(outer).update(vars(held)) => pass
-        scheduler_before
+    state is lost: Moments that a rule makes are not put where the parameter's are
+        fsdp.update.local_step.LocalStep._local: self._stepped.append(own) => pass
+        AdamW
+    loose state is lost: State of parameters that no sharded model has is forgotten
+        fsdp.update.local_step.LocalStep._put_state: state.update(found) => pass
+        two_models_and_loose
     kernels left: Kernels of the engine's choice stay in the groups
         fsdp.update.local_step.LocalStep._end: , *KERNELS) if => ,) if
         AdamW
@@ -61,7 +61,7 @@ MUTANTS = slips(
         fsdp.update.local_step.LocalStep._shown: value.reshape => next(iter(self._rows.values())).rows.reshape
         unused_in_turn
     state unread: Entries that are put in place of others are not read
-        fsdp.update.local_step.LocalStep._local: if not own.is_given(entries): => if not own.held:
+        fsdp.update.local_step.LocalStep._local: if not _are_same(entries.values(), own.held): => if not own.held:
         state_there_and_back
     none is stepped: Parameters without a gradient are stepped
         fsdp.update.local_step.LocalStep._local: None if grad is None else => own.rows.detach() * 0 if grad is None else
