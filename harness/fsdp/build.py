@@ -157,9 +157,14 @@ class Engine:
     def _wire(self, module: nn.Module) -> None:
         options, meshes, runtime, units = self.options, self.meshes, self.runtime, self.units
         self.guard = guard = GradientGuard(meshes.everyone) if options.report_nan_in_param_grad else None
-        self.step = step = self._step()
-        gather = GatherPipeline(units, options.prefetch)
-        self.gather = gather
+        placed = [self.context.placements(has_outer=mesh.has_outer) for mesh in meshes]
+        self.step = step = Step(
+            reduces_each=self.integers is not None or not any(each.accumulates_locally for each in placed),
+            reduces_once=any(each.reduces_once for each in placed),
+            exact_terms=None if self.integers is None else self.integers.fixed.terms,
+            num_ranks=meshes.dense.everyone.size,
+        )
+        self.gather = gather = GatherPipeline(units, options.prefetch)
         self.reduce = ReducePipeline(
             units, runtime, self.memory, step, factor=1.0 / self.divisor, guard=guard, before_wait=gather.pass_turn
         )
@@ -177,15 +182,6 @@ class Engine:
         self.weights = weights = Weights(hooks, meshes, self.user_buffers, options.check_replicas_every)
         self.gradients = GradientSync(hooks, weights, self.integers)
         self.named_state = StateAccess(module, weights, self.gradients)
-
-    def _step(self) -> Step:
-        placed = [self.context.placements(has_outer=mesh.has_outer) for mesh in self.meshes]
-        return Step(
-            reduces_each=self.integers is not None or not any(each.accumulates_locally for each in placed),
-            reduces_once=any(each.reduces_once for each in placed),
-            exact_terms=None if self.integers is None else self.integers.fixed.terms,
-            num_ranks=self.meshes.dense.everyone.size,
-        )
 
     def _shard_parameters(self, module: nn.Module) -> None:
         shards, slots = DTensorFactory(self.buckets), slots_of(module)
@@ -298,10 +294,7 @@ def _check_same_request(module: nn.Module, context: BuildContext, meshes: Meshes
 
 
 def _cast_inputs(dtype: torch.dtype, _: nn.Module, args: Any, kwargs: Any) -> Any:
-    def cast(given: Any) -> Any:
-        return given.to(dtype) if isinstance(given, Tensor) and given.is_floating_point() else given
-
-    return tree_map(cast, (args, kwargs))
+    return tree_map(lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x, (args, kwargs))
 
 
 def _kind(tensor: Tensor) -> str:

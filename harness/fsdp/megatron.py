@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from harness.fsdp.build import engine_of
 from harness.fsdp.guards.replicas import held_by_several
 from harness.fsdp.module import FSDPModule
-from harness.fsdp.options import Options, refuse_unknown
+from harness.fsdp.options import refuse_unknown
 from harness.fsdp.policy import MixedPrecisionPolicy
 from harness.fsdp.preconditions import groups_of
 from harness.fsdp.runtime.step import StepError, StepState
@@ -47,13 +47,13 @@ UNBUILT = {
 
 
 def without_unbuilt(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The options among the arguments, all of them. NotImplementedError: another one of megatron-fsdp's asks for
-    something. TypeError: nobody knows one, with the nearest names."""
+    """The options among the arguments. NotImplementedError: another one of megatron-fsdp's asks for something.
+    TypeError: nobody knows one, with the nearest names."""
     refuse_unknown(arguments, "fully_shard", ("module", *(fully_shard_model.__kwdefaults__ or ()), *UNBUILT))
-    for name, value in arguments.items():
-        if name in UNBUILT and value != UNBUILT[name]:
-            raise NotImplementedError(f"{name}={value!r} is not built; only {name}={UNBUILT[name]!r} is accepted")
-    return dict(vars(Options(**{name: value for name, value in arguments.items() if name not in UNBUILT})))
+    for name, nothing in UNBUILT.items():
+        if arguments.get(name, nothing) != nothing:
+            raise NotImplementedError(f"{name}={arguments[name]!r} is not built; only {name}={nothing!r} is accepted")
+    return {name: value for name, value in arguments.items() if name not in UNBUILT}
 
 
 def fully_shard_model(
@@ -207,10 +207,8 @@ class MegatronModel(FSDPModule):
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
         """See `FSDPModule.finish_grad_sync`; `force_all_reduce` is not implemented."""
         if force_all_reduce:
-            raise NotImplementedError(
-                "force_all_reduce=True: use zero_dp_strategy='no_shard', or model.full_gradients()"
-            )
-        engine_of(self).gradients.finish()
+            raise NotImplementedError("force_all_reduce=True: zero_dp_strategy='no_shard', or model.full_gradients()")
+        super().finish_grad_sync()
 
     def start_grad_sync(self, *_: Any) -> None:
         """Nothing: backwards and forwards issue their own collectives, and whoever uses their results waits."""
@@ -252,7 +250,7 @@ class MegatronModel(FSDPModule):
     @contextmanager
     def mixed_precision_context(self, mixed_precision_policy: MixedPrecisionPolicy) -> Iterator[None]:
         """Reduce in another policy's `grad_comm_dtype` in the body, which is one step or several. Its other fields must
-        be the model's or defaults. Gradients that are not finished when it ends are finished then.
+        be the model's, or all be defaults. Gradients that are not finished when it ends are finished then.
 
         Raises:
             NotImplementedError: another field differs; or buffers of fixed size were made for the present dtype
@@ -266,7 +264,13 @@ class MegatronModel(FSDPModule):
         engine.hooks.recover()
         if engine.step.state not in (StepState.IDLE, StepState.FINISHED):
             raise StepError(f"a change of grad_comm_dtype, {engine.step.state.value}: change it after zero_grad()")
-        engine.set_policy(_with_wire_of(mixed_precision_policy, before))
+        wire = mixed_precision_policy.grad_comm_dtype
+        changed = replace(before, grad_comm_dtype=wire)
+        if mixed_precision_policy not in (changed, MixedPrecisionPolicy(grad_comm_dtype=wire)):
+            raise NotImplementedError(
+                f"{mixed_precision_policy} for {before}: of a sharded model only grad_comm_dtype may change"
+            )
+        engine.set_policy(changed)
         try:
             yield
             if engine.step.has_gradients:
@@ -278,14 +282,3 @@ class MegatronModel(FSDPModule):
             raise
         finally:
             engine.set_policy(before)
-
-
-def _with_wire_of(given: MixedPrecisionPolicy, held: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
-    """`held` with the `grad_comm_dtype` of `given`, whose other fields must be those of `held` or defaults."""
-    usual = MixedPrecisionPolicy(grad_comm_dtype=given.grad_comm_dtype)
-    for name, value in vars(given).items():
-        if value not in (getattr(usual, name), getattr(held, name)):
-            raise NotImplementedError(
-                f"{name}={value} for {getattr(held, name)}: of a sharded model only grad_comm_dtype may change"
-            )
-    return replace(held, grad_comm_dtype=given.grad_comm_dtype)

@@ -82,15 +82,13 @@ class StateAccess:
         homes = (getattr(param, HOME)[0] for _, param in self.weights.module.named_parameters())
         order = [name for name in homes if name in present]
         early: dict[str, Tensor] = {}
-        place = 0
         for bucket in buckets:
             group = None if bucket.tp is None else bucket.tp.group
             slices = bucket.named_slices(bucket.gather_whole(shards_of(bucket), what))
             for slot, (name, view) in zip(bucket.layout.slots, slices, strict=True):
                 early[name] = bucket.tp_shard_of(slot).join(view.detach(), group).to("cpu", copy=True)
-                while place < len(order) and order[place] in early:
-                    yield order[place], early.pop(order[place])
-                    place += 1
+                while order and order[0] in early:
+                    yield order[0], early.pop(order.pop(0))
 
     def state_dict(self, destination: dict[str, Any] | None = None, prefix: str = "") -> dict[str, Any]:
         """The module's own, with DTensors over the engine's memory. *Collective*: buffers have one shape on all
@@ -125,12 +123,9 @@ class StateAccess:
         own = self._own.state_dict(self.weights.module, keep_vars=True)
         by_entry = {id(own[name]): value for name, value in given.items() if name in own}
         tied = {name: by_entry[id(entry)] for name, entry in own.items() if name not in given and id(entry) in by_entry}
-        found: Any = self._own.load_state_dict(
-            self.weights.module,
-            {name: as_target(value, sharded_of(own.get(name))) for name, value in {**given, **tied}.items()},
-            **({} if strict else {"strict": False}),
-        )
-        return found
+        values = {name: as_target(value, sharded_of(own.get(name))) for name, value in {**given, **tied}.items()}
+        loose = {} if strict else {"strict": False}
+        return self._own.load_state_dict(self.weights.module, values, **loose)
 
     def sharded_state(self, stepped: Sequence[Opt]) -> dict[str, Tensor]:
         self.settle()

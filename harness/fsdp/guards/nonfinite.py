@@ -49,15 +49,14 @@ class GradientGuard:
             found += largest.isfinite().logical_not_().sum()
         if not int(self.comm.sum_scalars(found, PURPOSE)):
             return
-        told = everyones(self._first(), self.comm, PURPOSE)
-        first = min((int(number), rank, text) for rank, pairs in enumerate(told) for number, text in pairs)
+        first = min(filter(None, everyones(self._first(), self.comm, PURPOSE)))
         raise FloatingPointError(
             f"gradients are not finite before their reduction: {first[-1]}. No weight was changed; zero_grad() forgets"
             " the step"
         )
 
-    def _first(self) -> list[tuple[str, str]]:
-        """Microbatch and description of this rank's first bad bucket; [] if it has none.
+    def _first(self) -> tuple[int, int, str] | None:
+        """Microbatch, rank and description of this rank's first bad bucket.
 
         Of its parameters the last one: the backward reached it first.
         """
@@ -66,5 +65,5 @@ class GradientGuard:
                 if not math.isfinite(value):
                     kind = "NaN" if math.isnan(value) else "Inf"
                     where = f"{name} on rank {self.comm.rank} in microbatch {microbatch}"
-                    return [(str(microbatch), f"{where}: {kind} among {numel} elements")]
-        return []
+                    return microbatch, self.comm.rank, f"{where}: {kind} among {numel} elements"
+        return None

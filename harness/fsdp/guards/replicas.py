@@ -10,9 +10,8 @@ that differs.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -35,11 +34,11 @@ _ODD_1, _ODD_2 = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9  # of splitmix64, made p
 
 @dataclass(frozen=True)
 class Replica:
-    """A flat tensor that must have the same bits on all ranks of a group. parts: names views of it, in one order."""
+    """A flat tensor that must have the same bits on all ranks of a group. parts: views of it by name, in one order."""
 
     name: str
     tensor: Tensor
-    parts: Callable[[], list[tuple[str, Tensor]]] = list
+    parts: Sequence[tuple[str, Tensor]] = ()
 
 
 class ReplicaDrift(RuntimeError):
@@ -75,10 +74,10 @@ def check_equal(replicas: Sequence[Replica], comm: Communicator, when: str) -> N
         return
     replica = replicas[differing[0]]
     hashes, name = table[:, differing[0]], "padding between parameters"
-    if parts := replica.parts():
-        of_parts = all_values(comm, torch.stack([bit_hash(view) for _, view in parts]), HASHES)
+    if replica.parts:
+        of_parts = all_values(comm, torch.stack([bit_hash(view) for _, view in replica.parts]), HASHES)
         if places := _differing(of_parts):
-            hashes, name = of_parts[:, places[0]], parts[places[0]][0]
+            hashes, name = of_parts[:, places[0]], replica.parts[places[0]][0]
     sides = sorted(by_value(dict(enumerate(map(str, hashes.tolist())))).values(), key=len, reverse=True)
     raise ReplicaDrift(
         f"replicas differ {when}: {name} of bucket {replica.name} has other bits on"
@@ -97,33 +96,27 @@ def held_by_several(buckets: Sequence[ParamGroup], meshes: Meshes) -> list[tuple
     that does not split them; on a tensor-parallel axis parameters that no plan cuts."""
     found: list[tuple[Communicator, list[Replica]]] = []
     for mesh in meshes:
-        of_mesh = [bucket for bucket in buckets if bucket.mesh is mesh]
-        resident = [bucket for bucket in of_mesh if bucket.is_resident]
-        whole = [Replica(each.name, each.compute, partial(each.named_slices, each.compute)) for each in resident]
-        found.append((mesh.everyone, whole))
-        apart = [bucket for bucket in of_mesh if bucket.main_storage is not None]
-        found.append((mesh.inner, [_own(bucket) for bucket in apart if bucket.cuts.own.inner is REPLICATE]))
+        held = [bucket for bucket in buckets if bucket.mesh is mesh]
+        whole = [Replica(b.name, b.compute, b.named_slices(b.compute)) for b in held if b.is_resident]
+        own = [
+            (b.cuts.own, Replica(f"{b.name} main weights", b.main_storage, b.cuts.own_rows(b.main_shards)))
+            for b in held
+            if b.main_storage is not None
+        ]
+        found += [(mesh.everyone, whole), (mesh.inner, [each for cut, each in own if cut.inner is REPLICATE])]
         if mesh.outer is not None:
-            outside = [_own(bucket) for bucket in apart if bucket.cuts.own.outer is REPLICATE]
-            shards = ((b.name, b.kept) for b in of_mesh if not b.is_resident)
-            outside += [Replica(f"{name} inner shard", shard) for name, shard in shards if shard is not None]
-            found.append((mesh.outer, outside))
+            kept = ((b.name, b.kept) for b in held if not b.is_resident)
+            shards = [Replica(f"{name} inner shard", shard) for name, shard in kept if shard is not None]
+            found.append((mesh.outer, [each for cut, each in own if cut.outer is REPLICATE] + shards))
     if meshes.tensor is not None:
         found.append((meshes.tensor, [each for bucket in buckets for each in _copies(bucket)]))
     return found
 
 
 def _copies(bucket: ParamGroup) -> list[Replica]:
-    return [
-        Replica(f"{bucket.name} main weights", part, partial(list, [(name, part)]))
-        for name, part in bucket.cuts.own_rows(bucket.main_shards)
-        if bucket.tp_shards[name].is_copied
-    ]
-
-
-def _own(bucket: ParamGroup) -> Replica:
-    assert bucket.main_storage is not None
-    return Replica(f"{bucket.name} main weights", bucket.main_storage, lambda: bucket.cuts.own_rows(bucket.main_shards))
+    rows = bucket.cuts.own_rows(bucket.main_shards)
+    copied = ((name, part) for name, part in rows if bucket.tp_shards[name].is_copied)
+    return [Replica(f"{bucket.name} main weights", part, [(name, part)]) for name, part in copied]
 
 
 class CopiesPart(RuntimeError):

@@ -68,14 +68,11 @@ class RaggedTensor(DTensor):
     def whole(self) -> Tensor:
         spec, last = spec_of(self), self.device_mesh.ndim - 1
         local = local_tensor(self).detach().to(spec.mesh.device_type)  # offloaded state is gathered on the device
-        if not self.shape:
-            return self.cut.gather(local.reshape(-1), spec.mesh, last).reshape(())
-        rows = self.cut.gather(local, spec.mesh, last)
+        rows = self.cut.gather(local if self.shape else local.reshape(-1), spec.mesh, last)
         if not any(isinstance(placement, Shard) for placement in spec.placements[:-1]):
             return rows.reshape(self.shape)  # without elements it may have another one
         placements = (*spec.placements[:-1], Replicate())
-        sizes, _ = self.place(but_rows=True)
-        rows = rows.reshape(sizes)  # without elements it may have another shape
+        rows = rows.reshape(self.place(but_rows=True)[0])  # without elements it may have another shape
         made = DTensor.from_local(rows, spec.mesh, placements, run_check=False, shape=self.shape, stride=self.stride())
         return made.full_tensor().contiguous()  # torch 2.11 gathers columns into rows of another stride
 
