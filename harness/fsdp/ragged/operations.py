@@ -10,9 +10,11 @@
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -20,8 +22,16 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
-from harness.fsdp.ragged.reductions import into_loss, norm_of, norms
-from harness.fsdp.ragged.tensor import BEFORE_WRITE, GatheredView, RaggedTensor, meets_plain, replicated, wrap_rows
+from harness.fsdp.ragged.placement import all_gather
+from harness.fsdp.ragged.tensor import (
+    BEFORE_WRITE,
+    GatheredView,
+    RaggedTensor,
+    Replicated,
+    meets_plain,
+    replicated,
+    wrap_rows,
+)
 from harness.private_torch import local_tensor, schema_of, spec_of, tree_leaves, tree_map_only
 
 CHECK_AND_UNSCALE = "aten::_amp_foreach_non_finite_check_and_unscale_"
@@ -192,17 +202,13 @@ def _of_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return decomposed
     like = _first(args, kwargs)
     args, kwargs = tree_map_only(Tensor, _whole, (args, kwargs))
-    return tree_map_only(
-        Tensor, lambda found: into_loss(replicated(found, like.device_mesh), like), func(*args, **kwargs)
-    )
+    return tree_map_only(Tensor, lambda found: _computed_of(like, found), func(*args, **kwargs))
 
 
-def _norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    defaults: tuple[Any, ...] = (2, None, False)
-    like, order, dims, keepdim = args + defaults[len(args) - 1 :]
-    if dims and len({dim % max(like.dim(), 1) for dim in dims}) < like.dim():
-        return _of_whole(func, args, kwargs)
-    return norm_of(like, order, keepdim, kwargs.get("dtype"))
+def _computed_of(like: RaggedTensor, found: Tensor) -> Tensor:
+    """A value computed of all of `like`, as a rank's own loss may take it."""
+    made = replicated(found, like.device_mesh)
+    return Replicated.of(made) if like.requires_grad and torch.is_grad_enabled() else made
 
 
 def _view_of_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -226,6 +232,61 @@ def _first_ranks(value: Tensor, mesh: DeviceMesh) -> Tensor:
     for axis in range(mesh.ndim):
         dist.broadcast(value, group=mesh.get_group(axis), group_src=0)
     return value
+
+
+# -- norms: of this rank's rows, then of all ranks' results ------------------------------------------------------------
+
+
+def _norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    defaults: tuple[Any, ...] = (2, None, False)
+    like, order, dims, keepdim = args + defaults[len(args) - 1 :]
+    if dims and len({dim % max(like.dim(), 1) for dim in dims}) < like.dim():
+        return _of_whole(func, args, kwargs)
+    value = _norms_of([like], order, kwargs.get("dtype"))[0]
+    return _computed_of(like, value.reshape([1] * like.dim()) if keepdim else value)
+
+
+def _norms(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    made: dict[tuple[DeviceMesh, torch.dtype], DTensor] = {}
+    found = _norms_of(args[0], args[1] if len(args) > 1 else 2, kwargs.get("dtype"))
+    for place, each in enumerate(args[0]):
+        if isinstance(each, RaggedTensor):
+            key = each.device_mesh, found[place].dtype
+            found[place] = made[key] = replicated(found[place], each.device_mesh, made.get(key))
+    return found
+
+
+def _norms_of(tensors: Sequence[Tensor], order: float, dtype: torch.dtype | None) -> list[Tensor]:
+    """Norm of each tensor, of ranks' norms in their order, so that all have the same bits.
+
+    One all-gather for each axis that cuts rows, mesh and dtype; norms of plain tensors are this rank's.
+    """
+    norm: Any = torch.linalg.vector_norm
+
+    def of_rows(each: Tensor) -> Tensor:
+        local = local_tensor(each) if isinstance(each, RaggedTensor) else each
+        wide = dtype or (torch.float32 if local.dtype.itemsize < 4 else local.dtype)
+        if not local.numel():
+            return local.new_full((), math.inf if order < 0 else 0, dtype=wide)
+        return cast(Tensor, norm(local, order, dtype=wide))
+
+    found, places = [of_rows(each) for each in tensors], defaultdict[Any, list[int]](list)
+    for place, each in enumerate(tensors):
+        if isinstance(each, RaggedTensor):
+            cuts = tuple(not isinstance(placement, Replicate) for placement in each.placements)
+            places[each.device_mesh, cuts, found[place].dtype].append(place)
+    for (mesh, cuts, _), where in places.items():
+        values = torch.stack([found[place] for place in where]).to(mesh.device_type)
+        for axis in (axis for axis, is_cut in enumerate(cuts) if is_cut):
+            parts = values.new_empty((mesh.size(axis), len(values)))
+            all_gather(parts.view(-1), values, group=mesh.get_group(axis))
+            values = parts.sum(0) if order == 0 else norm(parts, order, dim=0)
+        for place, value in zip(where, values.unbind(), strict=True):
+            found[place] = value
+    return [value.to(dtype or each.dtype) for value, each in zip(found, tensors, strict=True)]
+
+
+# -- others ------------------------------------------------------------------------------------------------------------
 
 
 def check_and_unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -264,7 +325,7 @@ def _name(like: RaggedTensor) -> str:
 SPECIAL: dict[str, Rule] = {
     CHECK_AND_UNSCALE: check_and_unscale,
     "aten::_foreach_max": _of_whole,
-    "aten::_foreach_norm.Scalar": norms,
+    "aten::_foreach_norm.Scalar": _norms,
     "aten::linalg_vector_norm": _norm,
     "aten::is_pinned": lambda _, args, kwargs: local_tensor(args[0]).is_pinned(),
     "aten::is_same_size": lambda _, args, kwargs: args[0].shape == args[1].shape,

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn import functional as F
 
-from harness.fsdp.ragged import distribute_rows, operations, reductions
+from harness.fsdp.ragged import distribute_rows, operations
 from tests.fsdp.ragged.calls import EDITS, HALVES, LAYOUTS, READS, REFUSED, Layout, cut, mesh_of
 from tests.support.covering import once
 from tests.support.mutants import each, slips
@@ -171,23 +171,22 @@ MUTANTS = {
         fsdp.ragged.operations._view: len(size) != like.dim() => False
         uneven: p.view(-1)
     norms added: Norms of rows are added
-        fsdp.ragged.reductions._norms_of: else partial(norm, ord=order) => else partial(torch.sum)
+        fsdp.ragged.operations._norms_of: else norm(parts, order, dim=0) => else parts.sum(0)
         uneven: p.norm()
     a norm of nothing: A rank without rows has a norm
-        fsdp.ragged.reductions._norms_of: math.inf if order < 0 else 0 => math.inf if order < 0 else 1
+        fsdp.ragged.operations._norms_of: math.inf if order < 0 else 0 => math.inf if order < 0 else 1
         first: p.norm()
     least norm of nothing: A rank without rows has the least norm
-        fsdp.ragged.reductions._norms_of: math.inf if order < 0 else 0 => 0
+        fsdp.ragged.operations._norms_of: math.inf if order < 0 else 0 => 0
         first: p.norm(-float("inf"))
     kept dimensions: keepdim is forgotten
-        fsdp.ragged.reductions.norm_of: if keepdim => if False
+        fsdp.ragged.operations._norm: if keepdim => if False
         uneven: p.norm(dim=(0, 1), keepdim=True)
     first rank's norm: The first rank's norm is taken for all
-        fsdp.ragged.reductions._over_ranks: combine(parts.view(mesh.size(axis), -1), dim=0)
-            => parts.view(mesh.size(axis), -1)[0]
+        fsdp.ragged.operations._norms_of: else norm(parts, order, dim=0) => else parts[0]
         uneven: p.norm()
     last rank's order: Norms of a list are one tensor's
-        fsdp.ragged.reductions._over_ranks: found[place] = value\n    return => found[where[0]] = value\n    return
+        fsdp.ragged.operations._norms_of: found[place] = value\n    return => found[where[0]] = value\n    return
         uneven: torch._foreach_norm([p, q])
     copies edited: Edits of a view of a copy are lost
         fsdp.ragged.tensor.GatheredView.__torch_dispatch__: schema_of(func).is_mutable and => False and
@@ -200,7 +199,7 @@ MUTANTS = {
             => drawn = func(local_tensor(like).new_empty(local_tensor(like).shape),
         uneven: p.normal_()
     replicas added: Replicas are summed
-        fsdp.ragged.reductions._over_ranks: in enumerate(cuts) if is_cut) => in enumerate(cuts))
+        fsdp.ragged.operations._norms_of: in enumerate(cuts) if is_cut) => in enumerate(cuts))
         hsdp: p.norm()
     several results: Of several results each is this rank's rows
         fsdp.ragged.tensor.wrap_rows: type(result)(wrap_rows(each, like) for each in result) => result
@@ -212,7 +211,7 @@ MUTANTS = {
         fsdp.ragged.tensor.wrap_rows: return RaggedTensor.of(result, spec)\n    tail => return result\n    tail
         uneven: p * 2
     zero norms: Norms of order 0 are not added
-        fsdp.ragged.reductions._norms_of: if order == 0 else => if order == 1 else
+        fsdp.ragged.operations._norms_of: if order == 0 else => if order == 1 else
         uneven: p.norm(0)
     edits of torch's: torch's DTensors in a list that meet rows are copies
         fsdp.ragged.operations._foreach: held = DTensor if in_place else RaggedTensor => held = RaggedTensor
@@ -237,7 +236,7 @@ def with_mistake(rank: int, names: list[str]) -> dict[str, Outcome]:
         slip, layout, call = MUTANTS[name]
         made = slip.made()
         with pytest.MonkeyPatch.context() as patch:
-            for owner in (slip.owner, operations, reductions):
+            for owner in (slip.owner, operations):
                 if owner is slip.owner or hasattr(owner, slip.name):
                     patch.setattr(owner, slip.name, made)
             operations._rule_of.cache_clear()
