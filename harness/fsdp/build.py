@@ -10,7 +10,7 @@ import weakref
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -128,9 +128,9 @@ class Engine:
         )
         # a step's summed gradients are divided by it
         self.divisor = float(dense.everyone.size if context.grad_divisor is None else context.grad_divisor)
-        self.integers: Integers | None = None  # how gradients are sent under numerics=exact
-        if options.numerics is Numerics.exact:
-            self.integers = Integers(FixedPoint(options.exact_bits, options.exact_terms), self.divisor, device)
+        fixed = FixedPoint(options.exact_bits, options.exact_terms) if options.numerics is Numerics.exact else None
+        # how gradients are sent under numerics=exact
+        self.integers = None if fixed is None else Integers(fixed, self.divisor, device)
 
     def _units(self, module: nn.Module, context: BuildContext) -> list[Unit]:
         options, meshes, initial = context.options, self.meshes, context.initial_value
@@ -269,8 +269,7 @@ class Engine:
 
 
 def engine_of(model: nn.Module) -> Engine:
-    found: Engine = model.__dict__[ENGINE]
-    return found
+    return cast(Engine, model.__dict__[ENGINE])
 
 
 def _check_same_request(module: nn.Module, context: BuildContext, meshes: Meshes) -> None:

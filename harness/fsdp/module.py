@@ -78,8 +78,7 @@ class FSDPModule(nn.Module):
         Raises:
             NotImplementedError: parameters are TP shards of a tensor-parallel plan, or kept in 8 bits.
         """
-        made: FSDPModule = copied(self, memo)
-        return made
+        return cast(FSDPModule, copied(self, memo))
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True

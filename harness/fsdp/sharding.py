@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, wraps
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -152,8 +152,7 @@ def _on_meta(param: nn.Parameter, own: type, bucket: ParamGroup) -> Tensor:
     data = torch.empty(param.shape, dtype=bucket.key.dtype, device="meta")
     made = nn.Parameter(data, bucket.key.trainable)
     made.__class__ = own
-    theirs = {name: value for name, value in vars(param).items() if not (name.startswith("_") or name == "base")}
-    vars(made).update(theirs)
+    vars(made).update((n, v) for n, v in vars(param).items() if not (n.startswith("_") or n == "base"))
     return made
 
 
@@ -267,5 +266,4 @@ def engine_for(optimizer: torch.optim.Optimizer) -> Engine:
             f"{type(optimizer).__name__} has parameters of {len(found - {None})} sharded models: build it over those of"
             " one that is kept, or call fully_shard_optimizer(model, optimizer) with each"
         )
-    engine: Engine = found.pop()
-    return engine
+    return cast(Engine, found.pop())

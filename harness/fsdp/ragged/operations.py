@@ -78,7 +78,7 @@ def _rule_of(func: Any) -> Rule:
     if func.name() in SPECIAL:
         return SPECIAL[func.name()]
     if "c10d" in func.namespace:
-        return _refuse_collective
+        return _refuse
     if any(argument.is_out for argument in schema_of(func).arguments):
         return _into if torch.Tag.pointwise in func.tags else _refuse
     if func.name().startswith(("aten::_foreach_", "aten::_fused_")):
@@ -301,16 +301,9 @@ def check_and_unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 def _refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     raise NotImplementedError(
-        f"{func} on {_name(_first(args, kwargs))} would change rows that lie on other ranks: edit"
-        " parameter.full_tensor() (collective), then parameter.copy_(it); to initialize, use the module's"
-        " reset_parameters()"
-    )
-
-
-def _refuse_collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    raise NotImplementedError(
-        f"{func} was given {_name(_first(args, kwargs))}, of which each rank has other rows: call it on"
-        " parameter.to_local(), this rank's rows, or on parameter.full_tensor() (collective)"
+        f"{func} on {_name(_first(args, kwargs))}, of which each rank has other rows: call it on parameter.to_local(),"
+        " this rank's rows; or on parameter.full_tensor() (collective), then parameter.copy_(it); to initialize, use"
+        " the module's reset_parameters()"
     )
 
 

@@ -224,7 +224,8 @@ class LocalStep:
     def _settle(self, param: Tensor, held: dict[str, Any]) -> None:
         lies = getattr(param, "placements", None)
         for key, value in held.items():
-            if isinstance(value, Tensor) and self._is_moment(key, value, param):
+            is_laid = isinstance(value, Tensor) and value.dim() > 0 and value.shape == param.shape
+            if isinstance(value, Tensor) and (is_laid if self.moments is None else key in self.moments):
                 if value.shape != param.shape:
                     raise ValueError(
                         f"{key} of parameter {getattr(param, HOME)[0]} in the optimizer's state has shape"
@@ -232,9 +233,6 @@ class LocalStep:
                     )
                 if getattr(value, "placements", None) != lies:
                     held[key] = laid_as(param, value)
-
-    def _is_moment(self, key: str, value: Tensor, param: Tensor) -> bool:
-        return key in self.moments if self.moments is not None else value.dim() > 0 and value.shape == param.shape
 
     @by_engine
     def take_loaded(self) -> None:

@@ -230,7 +230,7 @@ class MatrixStep:
     def step(self, optimizer: Opt, rule: Callable[[Opt], Any]) -> None:
         """*Collective.*"""
         groups, whole = optimizer.param_groups, self.params(optimizer)
-        lanes = self._lanes_of(groups, whole)
+        lanes = self._lanes_of(whole)
         for lane in lanes:
             lane.begin(groups, optimizer.state)
 
@@ -251,15 +251,14 @@ class MatrixStep:
     @torch.no_grad()
     @by_engine
     def settle(self, optimizer: Opt) -> None:
-        """*Collective.*"""
+        """Plan owners, and put state where it belongs; before each `step`. *Collective.*"""
         whole = self.params(optimizer)
         self._plan(optimizer.param_groups, whole)
         for _, param in whole:
             if (made := self._matrices.get(id(param))) and (held := optimizer.state.get(param)):
                 self.put_state(made[0], held, self.comm_of(param))
 
-    def _lanes_of(self, groups: Sequence[Group], whole: Sequence[tuple[int, Tensor]]) -> list[Lane]:
-        self._plan(groups, whole)
+    def _lanes_of(self, whole: Sequence[tuple[int, Tensor]]) -> list[Lane]:
         given = [self._matrices[id(param)] for _, param in whole if grad_of(param) is not None]
         if [id(each) for each in given] != self._given:
             self._given = [id(each) for each in given]
