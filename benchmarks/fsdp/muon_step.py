@@ -26,7 +26,7 @@ from benchmarks.costs import peers_step
 from benchmarks.pages import tables
 from harness.bench.stats import median_ratio
 from harness.fsdp import fully_shard_model, fully_shard_optimizer
-from harness.fsdp.update.owners import Work, owners_of
+from harness.fsdp.update.matrices import Work, owners_of
 from harness.muon import MuonWithAdamW, multiplications
 from harness.probe.collectives import CollectiveMeter
 from tests.support.spawn import run_ranks

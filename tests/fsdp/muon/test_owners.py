@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from harness import muon
-from harness.fsdp.update import owners
-from harness.fsdp.update.owners import Work, owners_of
+from harness.fsdp.update import matrices
+from harness.fsdp.update.matrices import Work, owners_of
 from tests.support.mutants import Slip, each
 
 Shapes = list[tuple[int, int]]
@@ -36,7 +36,7 @@ def works_of(shapes: Shapes) -> list[Work]:
 
 
 HIGHER = {("8B", 48): 1.0888, ("70B", 96): 1.0771, ("70B", 256): 1.1699}
-"""How far above `owners.least` another bound lies, of packing into bins (Martello and Toth, 1990)."""
+"""How far above `matrices.least` another bound lies, of packing into bins (Martello and Toth, 1990)."""
 
 
 def imbalance(costs: list[int], found: list[int], num_ranks: int) -> float:
@@ -44,7 +44,7 @@ def imbalance(costs: list[int], found: list[int], num_ranks: int) -> float:
     loads = [0] * num_ranks
     for cost, owner in zip(costs, found, strict=True):
         loads[owner] += cost
-    return max(loads) / owners.least(costs, num_ranks) - 1
+    return max(loads) / matrices.least(costs, num_ranks) - 1
 
 
 @pytest.mark.parametrize("num_ranks", RANKS)
@@ -56,9 +56,9 @@ def test_owners_are_balanced(model: str, num_ranks: int) -> None:
 
 
 MISTAKES = {
-    "shortest first": Slip(owners, "_packed", "(-works[each]", "(works[each]", "The longest come last"),
+    "shortest first": Slip(matrices, "_packed", "(-works[each]", "(works[each]", "The longest come last"),
     "by number": Slip(muon, "multiplications", "", lambda _: lambda *_: 1, "Matrices are counted, not their work"),
-    "not packed": Slip(owners, "_packed", "cost if tight else ", "", "Each goes to whoever has least to do"),
+    "not packed": Slip(matrices, "_packed", "cost if tight else ", "", "Each goes to whoever has least to do"),
 }
 
 
@@ -83,6 +83,6 @@ def test_nothing_and_less_than_ranks_have_plans() -> None:
 
 
 def test_small_matrices_that_all_have_are_worked_out_by_all() -> None:
-    assert not owners.is_shared(Work(1000, 2, range(4)), 4)
-    assert owners.is_shared(Work(1 << 20, 2, range(4)), 4)
-    assert owners.is_shared(Work(1000, 2, range(3)), 4)
+    assert not matrices.is_shared(Work(1000, 2, range(4)), 4)
+    assert matrices.is_shared(Work(1 << 20, 2, range(4)), 4)
+    assert matrices.is_shared(Work(1000, 2, range(3)), 4)
