@@ -29,8 +29,6 @@ from harness.fsdp.update import norms
 from harness.fsdp.vocabulary import OuterStrategy, Strategy
 
 Opt = TypeVar("Opt", bound=torch.optim.Optimizer)
-
-
 UNBUILT = {
     "overlap_grad_reduce": True,
     "overlap_param_gather": True,

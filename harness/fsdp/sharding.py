@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, wraps
 from typing import Any, cast
@@ -27,7 +27,6 @@ from harness.fsdp.storage.at_rest import ShardedParameters, sharded_of
 from harness.fsdp.storage.param_group import InitialValue, ParamGroup
 from harness.fsdp.storage.parameter_access import HOME, grad_of
 from harness.fsdp.update.local_step import LocalStep
-from harness.fsdp.update.own_step import whole_step_of
 from harness.fsdp.update.rules import begins_with_gradient, check_optimizer, create_state_of
 from harness.fsdp.vocabulary import Numerics, OuterStrategy, Strategy
 
@@ -164,20 +163,17 @@ def register_forward_method(model: nn.Module, name: str) -> None:
     AttributeError: there is no such module or method."""
     path, _, last = name.rpartition(".")
     owner, engine = model.get_submodule(path), engine_of(model)
-    method = getattr(type(owner), last)
-    engine.forward_methods.append(name)
-    run = weakref.WeakMethod(engine.hooks.run_as_forward)
-    owner.__dict__[last] = _as_forward(weakref.ref(owner), method, run)
+    method: Any = getattr(type(owner), last)
+    here, found = weakref.ref(owner), weakref.WeakMethod(engine.hooks.run_as_forward)
 
-
-def _as_forward(owner: weakref.ref[nn.Module], method: Callable[..., Any], run: Any) -> Callable[..., Any]:
     @wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
-        engine = run()
-        return method(owner(), *args, **kwargs) if engine is None else engine(method, owner(), *args, **kwargs)
+        run = found()
+        return method(here(), *args, **kwargs) if run is None else run(method, here(), *args, **kwargs)
 
     setattr(call, _RUNS, True)
-    return call
+    engine.forward_methods.append(name)
+    owner.__dict__[last] = call
 
 
 _LOCAL_STEP = "_fsdp_local_step"
@@ -193,7 +189,7 @@ def bind(engine: Engine, optimizer: torch.optim.Optimizer, *, steps_unused: bool
     _take_sharded(optimizer)
     local: LocalStep | None = getattr(optimizer, _LOCAL_STEP, None)
     if local is None:
-        local = LocalStep(optimizer, whole_step_of(optimizer))
+        local = LocalStep(optimizer)
         local.agree = _agree_on_matrices
         setattr(optimizer, _LOCAL_STEP, local)
         optimizer.register_state_dict_pre_hook(_have_state)

@@ -1,14 +1,10 @@
 """Parameters under tensor parallelism: TP shards, and DTensors' values, gradients and edits on this rank.
 
 [Note: Under tensor parallelism] A plan comes first: torch's `parallelize_module`, or modules that cut themselves. The
-engine shards the rows of each TP shard over the data-parallel ranks that have it. Buckets, layouts and collectives know
-nothing of the plan. Values that come unsharded are cut to the TP shard, and joined where they are handed out
-(`harness.fsdp.state`). A copy on every rank of the axis counts once in a norm, begins alike and must stay alike
-(`harness.fsdp.guards.replicas`). The ranks of the axis hear of errors on any of them (`harness.fsdp.comm.mesh`). A
-gradient may be a term of a sum over the axis (`gradient_here`).
-
-A `DTensor` parameter is an object around a plain tensor, this rank's TP shard. The engine moves the plain tensor into
-its bucket; the object stays.
+engine shards the rows of each TP shard over the data-parallel ranks that have it. Values that come unsharded are cut to
+the TP shard, and joined where they are handed out (`harness.fsdp.state`). A copy on every rank of the axis counts once
+in a norm, begins alike and must stay alike (`harness.fsdp.guards.replicas`). A gradient may be a term of a sum over the
+axis (`gradient_here`). Of a `DTensor` parameter the engine moves the plain tensor inside into its bucket.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Gradients that are not finite, reported by all ranks at the end of a step.
 
-A rank that raised in the middle of a backward would leave the others waiting in their collectives. So it remembers what
-it finds; when the step's gradients are finished, one small all-reduce tells every rank, and all raise one error. A
-bucket is looked at once a backward: right before it is sent, in the wire's dtype, or else at the end of the backward.
-The largest element of every parameter stays on the device until then; the host reads one number, and the rest only if
-that is not zero.
+A rank that raised in the middle of a backward would leave the others waiting in their collectives: one small all-reduce
+tells every rank, and all raise one error. A bucket is looked at once a backward: right before it is sent, in the wire's
+dtype, or else at the end of the backward. The host reads one number, and the rest only if that is not zero.
 """
 
 from __future__ import annotations

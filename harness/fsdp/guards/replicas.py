@@ -1,10 +1,8 @@
 """Data that several ranks hold alike: weights, compared every few steps; and modules, settings and plans, compared
 before anything is changed.
 
-Bits are read as words of 32, 16 or 8 bits. Each word is mixed with its index, and the
-mixed words are added modulo 2^64: a sum of integers has no order, so any kernel gives the same hash. The mix is not
-linear, so that changes do not cancel. Ranks compare one number a tensor; then one number a part of the first tensor
-that differs.
+Words of 32, 16 or 8 bits are mixed with their index, not linearly, so that changes do not cancel, and added modulo
+2^64: a sum of integers has no order, so any kernel gives the same hash.
 """
 
 from __future__ import annotations

@@ -53,10 +53,8 @@ def ask_subclasses(*kinds: type[DTensor]) -> None:
     def run(kind: Any, op: Any, args: Any, kwargs: Any) -> Any:
         return kind.__torch_dispatch__(op, (kind,), args, kwargs)
 
-    def nothing(*_: object) -> None:
-        """Stands for torch's description of the operation, which `run` does not look at."""
-
-    dispatcher.unwrap_to_op_info = asking(dispatcher.unwrap_to_op_info, nothing)
+    # torch's description of the operation, which `run` does not look at
+    dispatcher.unwrap_to_op_info = asking(dispatcher.unwrap_to_op_info, lambda *_: None)
     setattr(dispatcher, slow_path, asking(getattr(dispatcher, slow_path), run))
 
     def unhandled(op: Any, args: Any, kwargs: Any) -> Any:

@@ -1,9 +1,8 @@
 """DTensors that are cut by a `RaggedShard`.
 
-torch's `Shard(0)` is the cut of `torch.chunk`, and every rule of torch's sharding propagation
-trusts it. So a `RaggedTensor` dispatches by rules of its own (`operations`), and `RaggedShard` tells torch's helpers
-(state dict, DCP) the actual cut. `DTensorSpec` verifies that a shard is a `Shard(dim)`, so that torch makes no plain
-DTensor with a `RaggedShard`, and its rules never see one.
+Every rule of torch's sharding propagation takes a `Shard(0)` for the cut of `torch.chunk`. So a `RaggedTensor`
+dispatches by rules of its own (`operations`), and `RaggedShard` tells torch's helpers (state dict, DCP) the actual cut.
+`DTensorSpec` verifies that a shard is a `Shard(dim)`: torch makes no plain DTensor with a `RaggedShard`.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from harness.fsdp.storage.at_rest import LOCATION, ShardedParameters, location_o
 from harness.fsdp.storage.dtensors import laid_as
 from harness.fsdp.storage.parameter_access import HOME, by_engine, grad_of, put_grad
 from harness.fsdp.tensor_parallel import values_here
-from harness.fsdp.update.matrices import MatrixStep
+from harness.fsdp.update.own_step import whole_step_of
 from harness.fsdp.update.rules import COUNTERS, KERNELS, kernel_settings, moments_of
 from harness.private_torch import local_tensor
 
@@ -57,8 +57,8 @@ class LocalStep:
     agree: called before that, once gradients are known. *Collective.*
     """
 
-    def __init__(self, optimizer: Opt, matrices: MatrixStep | None = None) -> None:
-        self.optimizer, self.matrices = optimizer, matrices
+    def __init__(self, optimizer: Opt) -> None:
+        self.optimizer, self.matrices = optimizer, whole_step_of(optimizer)
         self.before: list[Callable[[], None]] = []
         self.unfused = self.steps_unused = False
         self.agree: Callable[[Opt], None] = lambda _: None

@@ -1,10 +1,9 @@
 """Steps of what an optimizer needs whole: rows are brought to an owner, and what it makes of them back.
 
-[Note: Owners] Storage knows nothing of owners. An owner is any rank that has a part of the bucket, along both
-data-parallel axes and the tensor-parallel one. Owners are planned from the places that all ranks tell once. Each bucket
-has one all-to-all to its owners and one back. The first ones of all buckets are issued at once, so that those of later
-buckets travel while an earlier one's matrices are worked on. One process makes the same products of the same shapes, so
-that bits do not depend on the layout.
+[Note: Owners] An owner is any rank that has a part of the bucket, along both data-parallel axes and the tensor-parallel
+one. Owners are planned from the places that all ranks tell once. Each bucket has one all-to-all to its owners and one
+back; those of later buckets travel while an earlier one's matrices are worked on. One process makes the same products
+of the same shapes, so that bits do not depend on the layout.
 """
 
 from __future__ import annotations

@@ -2,9 +2,8 @@
 
 A norm is an fp64 tensor of shape [] on the model's device, which the host need not look at to go on.
 
-On a CPU, squares of long tensors are added in fp32 within blocks of 512 elements and in fp64 between them. An fp32 norm
-of 6 million elements errs by 2e-4; one in fp64 takes 28 ms. This one takes 1.3 ms and errs by 2e-10. Where work
-is queued, sums are fp64, a launch for each tensor.
+On a CPU, squares of long tensors are added in fp32 within blocks of 512 elements and in fp64 between them: 6 million
+elements take 1.3 ms and err by 2e-10 (fp32: 2e-4, fp64: 28 ms). Where work is queued, sums are fp64.
 """
 
 from __future__ import annotations
