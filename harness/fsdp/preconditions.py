@@ -15,8 +15,6 @@ from torch.distributed.tensor import DTensor
 from harness.fsdp.comm.mesh import Groups, kept_group
 from harness.private_torch import parameters_of
 
-TABLES = (nn.Embedding, nn.EmbeddingBag)
-"""Modules that edit their weights in a forward, when they are asked to."""
 OTHER_ENGINES = (
     *("torch.nn.parallel", "torch.distributed.fsdp", "torch.distributed._composable"),
     *("deepspeed", "megatron_fsdp"),
@@ -119,7 +117,7 @@ PARTS: dict[str, Callable[[Any], Any]] = {
     "has max_norm={0.max_norm}: each forward scales the rows that this rank's data uses, so that ranks would have other"
     " weights. Build it with max_norm=None, and scale all rows, inside `with model.unsharded():`, or once before"
     " sharding, by torch.renorm(weight, {0.norm_type:g}, 0, {0.max_norm:g})": (
-        lambda part: isinstance(part, TABLES) and part.max_norm is not None
+        lambda part: isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None
     ),
 }
 """Words that follow a part of the module that cannot be sharded, and how it is known."""

@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from harness.fsdp import MixedPrecisionPolicy, fully_shard_model, fully_shard_optimizer
-from harness.fsdp.update import owners
 from harness.muon import MuonWithAdamW
 from harness.private_torch import tree_leaves
 from tests.fsdp.muon.whole import Shampoo, Soap
@@ -115,7 +114,7 @@ MAKERS: dict[str, Callable[[nn.Module], list[torch.optim.Optimizer]]] = {
 @dataclass(frozen=True)
 class Case:
     """world: data-parallel ranks; outer, tp: ranks of these axes; k: microbatches; policy: of `POLICIES`; worth: see
-    `owners.WORTH`."""
+    `matrices.WORTH`."""
 
     world: int
     strategy: str = "optim_grads_params"
@@ -156,7 +155,7 @@ def cut(model: Net, mesh: DeviceMesh) -> None:
 @contextmanager
 def planned(case: Case) -> Iterator[None]:
     """Owners are planned at a first step."""
-    with mock.patch.object(owners, "WORTH", case.worth):
+    with mock.patch("harness.fsdp.update.matrices.WORTH", case.worth):
         yield
 
 
