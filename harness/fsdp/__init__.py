@@ -8,7 +8,9 @@ modules `vocabulary` and `options` can be imported where torch is not.
 
 from __future__ import annotations
 
+import ast
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -49,29 +51,13 @@ if TYPE_CHECKING:
         Transport as Transport,
     )
 
-_EXPORTS = {
-    "api": "ShardedModel fully_shard",
-    "comm.events": "Observer",
-    "comm.fixed_point": "FixedPoint",
-    "comm.mesh": "Groups",
-    "comm.sharp_groups": "axis_groups with_sharp",
-    "harness.fp8.linear": "Fp8Linear",
-    "guards.replicas": "CopiesPart RanksDisagree ReplicaDrift",
-    "guards.watches": "CollectiveError",
-    "megatron": "MegatronModel fully_shard_model fully_shard_optimizer",
-    "module": "FSDPModule",
-    "options": "OPTIONS Options",
-    "policy": "Dtypes MixedPrecisionPolicy",
-    "runtime.step": "StepError",
-    "ragged.tensor": "RaggedTensor",
-    "storage.placement": "Placements",
-    "tensor_parallel": "TpShard UnknownPlan",
-    "update.rules": "create_state",
-    "update.norms": "sum_of_squares",
-    "vocabulary": "Fp8 GradBuffer Numerics OuterStrategy Registration SharpAxis Strategy Transport",
+_MODULE_OF = {
+    each.name: str(node.module)
+    for node in ast.walk(ast.parse(Path(__file__).read_text(encoding="utf-8")))
+    if isinstance(node, ast.ImportFrom) and str(node.module).startswith("harness.")
+    for each in node.names
 }
-_MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names.split()}
-
+"""What is imported above for type checkers, and here on first use."""
 __all__ = sorted(_MODULE_OF)
 
 _FORMER = {
@@ -99,8 +85,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"{__name__}.{name} is now {_FORMER[name]}")
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
-    module = _MODULE_OF[name]
-    return getattr(import_module(module if module.startswith("harness.") else f"{__name__}.{module}"), name)
+    return getattr(import_module(_MODULE_OF[name]), name)
 
 
 def __dir__() -> list[str]:
