@@ -88,6 +88,7 @@ version_of: Callable[[Tensor], int] = _descriptor(Tensor, "_version")[0]
 foreach_copy_: Any = _of("torch", "_foreach_copy_")
 foreach_add_: Any = _of("torch", "_foreach_add_")
 foreach_mul_: Any = _of("torch", "_foreach_mul_")
+foreach_norm: Any = _of("torch", "_foreach_norm")
 """One launch for several tensors; a bucket's gradients are hundreds."""
 accumulation_hooks: Callable[[Tensor], dict[int, Any] | None]
 accumulation_hooks = _descriptor(Tensor, "_post_accumulate_grad_hooks", lambda _: None)[0]
