@@ -33,14 +33,13 @@ from harness.fsdp.runtime.reduce import ReducePipeline
 from harness.fsdp.runtime.step import Step
 from harness.fsdp.runtime.units import Members, Unit, WeakHook, buckets_of, build_units, is_expert, plan_units
 from harness.fsdp.runtime.weights import Weights, leave_meta, reset_by_module, values_of_first_rank
-from harness.fsdp.state import StateAccess
 from harness.fsdp.storage.at_rest import ShardedParameters
 from harness.fsdp.storage.codec import mark_weights
 from harness.fsdp.storage.dtensors import DTensorFactory
 from harness.fsdp.storage.gradients import GradientPlan
 from harness.fsdp.storage.memory import BucketMemory
 from harness.fsdp.storage.param_group import GroupKey, InitialValue, ParamGroup
-from harness.fsdp.storage.parameter_access import Whereabouts, slots_of
+from harness.fsdp.storage.parameter_access import Whereabouts, check_names, slots_of
 from harness.fsdp.storage.placement import Placements
 from harness.fsdp.tensor_parallel import axis_of
 from harness.fsdp.update.local_step import LocalStep
@@ -181,7 +180,6 @@ class Engine:
         )
         self.weights = weights = Weights(hooks, meshes, self.user_buffers, options.check_replicas_every)
         self.gradients = GradientSync(hooks, weights, self.integers)
-        self.named_state = StateAccess(module, weights, self.gradients)
 
     def _shard_parameters(self, module: nn.Module) -> None:
         shards, slots = DTensorFactory(self.buckets), slots_of(module)
@@ -238,6 +236,23 @@ class Engine:
             total["optimizer"] += each.state_bytes()
         scales = sum(bucket.codec.scale_bytes for bucket in self.buckets if bucket.codec)
         return {**total, "buffers": sum(buffer.nbytes for buffer in self.module.buffers()) + scales}
+
+    def settle(self) -> None:
+        """Before state is given away, or taken. RuntimeError: parameters have other names by now; or unsharded ones
+        were edited."""
+        self.weights.refuse_edits()
+        self.weights.before_edit()  # by whoever is given them
+        check_names(self.module)
+
+    def with_gradients(self) -> list[ParamGroup]:
+        """Buckets of trained parameters, once their gradients are finished. *Collective.*"""
+        self.gradients.finish()
+        self.gradients.collect()
+        return [bucket for bucket in self.buckets if bucket.trainable]
+
+    def local_gradients(self) -> dict[str, Tensor]:
+        rows = (each for bucket in self.with_gradients() for each in bucket.cuts.own_rows(bucket.grad_shards))
+        return {name: row.detach() for name, row in rows}
 
     def stepped(self) -> list[torch.optim.Optimizer]:
         for each in self.local_steps:

@@ -18,6 +18,10 @@ from torch.distributed.tensor import DTensor
 
 from harness.fsdp.build import Engine, engine_of
 from harness.fsdp.sharding import copied, register_forward_method
+from harness.fsdp.state import WEIGHTS, optimizer_entries, unsharded
+from harness.fsdp.storage.at_rest import sharded_of
+from harness.fsdp.storage.dtensors import as_target, refuse_split_experts
+from harness.fsdp.storage.parameter_access import check_names
 from harness.fsdp.update import norms
 
 IGNORED_BY_DDP = "_ddp_params_and_buffers_to_ignore"
@@ -207,11 +211,15 @@ class FSDPModule(nn.Module):
 
     def full_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Name and whole main weight of each parameter, on the CPU. *Collective*: exhaust it on all ranks."""
-        return engine_of(self).named_state.full_weights()
+        engine = engine_of(self)
+        engine.settle()
+        return unsharded(self, engine.buckets, lambda bucket: bucket.main_shards, "weights")
 
     def full_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Name and whole finished gradient of each parameter, on the CPU. *Collective*: exhaust it on all ranks."""
-        return engine_of(self).named_state.full_gradients()
+        trained = engine_of(self).with_gradients()
+        check_names(self)
+        return unsharded(self, trained, lambda bucket: bucket.grad_shards, "gradients")
 
     def state_dict(  # type: ignore[override] # torch's has overloads for destinations
         self, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
@@ -226,7 +234,18 @@ class FSDPModule(nn.Module):
         Raises:
             NotImplementedError: ranks hold different experts under one name.
         """
-        return engine_of(self).named_state.state_dict(destination, prefix)
+        own, engine = cast(Any, super()), engine_of(self)
+        engine.settle()
+        refuse_split_experts(engine.buckets)
+        to = {"destination": destination, "prefix": prefix} if destination is not None or prefix else {}
+        found: dict[str, Any] = own.state_dict(keep_vars=True, **to)
+        buffers = {id(each) for each in self.buffers()}
+        for name, entry in found.items():
+            if id(entry) in buffers:
+                found[name] = engine.meshes.everyone.from_first(entry, f"saved {name}").clone()
+            elif isinstance(entry, Tensor):
+                found[name] = sharded_of(entry).detach()
+        return found
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load weights and buffers, given as whole tensors or DTensors by the names of `state_dict`. They take effect
@@ -239,7 +258,20 @@ class FSDPModule(nn.Module):
         """
         if assign:
             raise ValueError("assign=True would replace flat storage that optimizer and collectives use: load in place")
-        return engine_of(self).named_state.load_state_dict(state_dict, strict=strict)
+        own, engine = cast(Any, super()), engine_of(self)
+        engine.weights.refuse_held()
+        engine.settle()
+        in_use = [bucket for bucket in engine.buckets if bucket.views.sharded().shows_unsharded]
+        for bucket in engine.buckets:
+            bucket.rest()
+        try:
+            held = own.state_dict(keep_vars=True)
+            given = _with_tied(state_dict, held)
+            values = {name: as_target(value, sharded_of(held.get(name))) for name, value in given.items()}
+            return own.load_state_dict(values, **({} if strict else {"strict": False}))
+        finally:
+            for bucket in in_use:
+                bucket.use()
 
     def sharded_state(self) -> Any:
         """Weights and optimizer state by the module's own names, sharing the engine's memory; to be loaded into any
@@ -249,11 +281,26 @@ class FSDPModule(nn.Module):
         taken a step has no state yet; `harness.fsdp.create_state` creates it. NotImplementedError: ranks hold different
         experts under one name; or an optimizer keeps something else than tensors."""
         engine = engine_of(self)
-        return engine.named_state.sharded_state(engine.stepped())
+        stepped = engine.stepped()
+        engine.settle()
+        refuse_split_experts(engine.buckets)
+        weights = {  # views that share the version, by which a forward knows that it must install
+            WEIGHTS + name: bucket.views.sharded().view(index, bucket.main_shards)
+            for bucket in engine.buckets
+            for index, (name, _) in enumerate(bucket.params)
+        }
+        return weights | optimizer_entries(engine.buckets, stepped)
 
     def close(self) -> None:
         """See `harness.fsdp.build.Engine.close`."""
         engine_of(self).close()
+
+
+def _with_tied(given: Mapping[str, Any], held: Mapping[str, Any]) -> dict[str, Any]:
+    """Values by name, those of tied weights by each of their names."""
+    by_entry = {id(held[name]): value for name, value in given.items() if name in held}
+    missing = ((name, id(entry)) for name, entry in held.items() if name not in given)
+    return {**given, **{name: by_entry[entry] for name, entry in missing if entry in by_entry}}
 
 
 def _gradient_norm(engine: Engine) -> Tensor:

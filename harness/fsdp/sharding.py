@@ -92,7 +92,7 @@ def _mixed(kind: type, own: type) -> Any:
 
 def copied(model: nn.Module, memo: dict[int, Any]) -> Any:
     engine = engine_of(model)
-    engine.named_state.settle()
+    engine.settle()
     module = _bare_copy(model, engine, memo)
     context = replace(engine.context, policy=engine.policy, initial_value=lambda _, shape: torch.zeros(shape))
     made = _mix_in(module, type(model).__mro__[1], context, engine.forward_methods)

@@ -310,10 +310,10 @@ MUTANTS = of_slips(
         fsdp.ragged.RaggedTensor.untyped_storage: lambda self: self._local_tensor.untyped_storage()
         filing
     destinations: A module around the model saves nothing of it
-        fsdp.FSDPModule.state_dict: lambda self, **_: self.engine.named_state.state_dict()
+        fsdp.FSDPModule.state_dict: lambda self, **_: was(self)
         telling / no_shard
     all names: A tied weight is missing where one of its names is
-        fsdp.state.StateAccess._load: {**given, **tied} => given
+        fsdp.module._with_tied: lambda given, held: given
         strictness / no_shard
     one's own rows: async_save takes a shard for memory that it knows, and keeps what changes meanwhile
         fsdp.ragged.RaggedTensor.data_ptr: lambda self: self._local_tensor.data_ptr()

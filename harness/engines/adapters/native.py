@@ -108,7 +108,7 @@ class NativeEngine(Engine):
         """This rank's main gradients, unscaled, sharing memory."""
         if self.loss_scale is not None:
             self.loss_scale.unscale_()
-        return self.model.engine.named_state.local_gradients()
+        return self.model.engine.local_gradients()
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Unsharded main weights on the CPU, gathered one bucket at a time; frozen ones in the compute dtype."""

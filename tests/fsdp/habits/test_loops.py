@@ -155,7 +155,7 @@ MUTANTS = of_slips(
         stepping_on_zeros / optim_grads
     [The engine, by habits around a step]
     loads of weights forget: Loading weights forgets the gradients of the step
-        fsdp.state.StateAccess.load_state_dict: self.settle() => self.settle()\n    self.gradients.forget()
+        fsdp.build.Engine.settle: lambda self: was(self) or self.gradients.forget()
         loading_before_a_step / optim_grads
     """
 )

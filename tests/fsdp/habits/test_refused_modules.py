@@ -296,7 +296,7 @@ MUTANTS = of_slips(
         fsdp.storage.parameter_access._contents: held, list(map( => [], list(map(
         written_over
     renamed: State leaves out what goes by another name than when it was sharded
-        fsdp.state.check_names: lambda *_, **__: None
+        fsdp.build.check_names: lambda *_, **__: None
         written_over / optim
     copies: A copy of the module shares hooks with the sharded one
         fsdp.sharding.refuse_copy: object.__reduce_ex__
