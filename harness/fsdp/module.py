@@ -8,7 +8,7 @@ entry of the module's `__dict__`, which `model.engine` gives where the module ha
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar, cast
 
@@ -18,10 +18,10 @@ from torch.distributed.tensor import DTensor
 
 from harness.fsdp.build import Engine, engine_of
 from harness.fsdp.sharding import copied, register_forward_method
-from harness.fsdp.state import WEIGHTS, optimizer_entries, unsharded
 from harness.fsdp.storage.at_rest import sharded_of
 from harness.fsdp.storage.dtensors import as_target, refuse_split_experts
-from harness.fsdp.storage.parameter_access import check_names
+from harness.fsdp.storage.param_group import ParamGroup
+from harness.fsdp.storage.parameter_access import HOME, check_names
 from harness.fsdp.update import norms
 
 IGNORED_BY_DDP = "_ddp_params_and_buffers_to_ignore"
@@ -213,13 +213,13 @@ class FSDPModule(nn.Module):
         """Name and whole main weight of each parameter, on the CPU. *Collective*: exhaust it on all ranks."""
         engine = engine_of(self)
         engine.settle()
-        return unsharded(self, engine.buckets, lambda bucket: bucket.main_shards, "weights")
+        return _unsharded(self, engine.buckets, lambda bucket: bucket.main_shards, "weights")
 
     def full_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Name and whole finished gradient of each parameter, on the CPU. *Collective*: exhaust it on all ranks."""
         trained = engine_of(self).with_gradients()
         check_names(self)
-        return unsharded(self, trained, lambda bucket: bucket.grad_shards, "gradients")
+        return _unsharded(self, trained, lambda bucket: bucket.grad_shards, "gradients")
 
     def state_dict(  # type: ignore[override] # torch's has overloads for destinations
         self, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
@@ -277,6 +277,10 @@ class FSDPModule(nn.Module):
         """Weights and optimizer state by the module's own names, sharing the engine's memory; to be loaded into any
         layout.
 
+        Keys are `weights/<parameter>` (main weights; compute weights of frozen parameters) and
+        `optimizer/<parameter>/<entry>`. Tensors with the parameter's shape are DTensors, plain ones where nothing cuts
+        them; counters such as `step` are plain tensors of shape [], one a parameter.
+
         Values written into it take effect in the next forward and update; gradients are kept. An optimizer that has not
         taken a step has no state yet; `harness.fsdp.create_state` creates it. NotImplementedError: ranks hold different
         experts under one name; or an optimizer keeps something else than tensors."""
@@ -285,7 +289,7 @@ class FSDPModule(nn.Module):
         engine.settle()
         refuse_split_experts(engine.buckets)
         weights = {  # views that share the version, by which a forward knows that it must install
-            WEIGHTS + name: bucket.views.sharded().view(index, bucket.main_shards)
+            f"weights/{name}": bucket.views.sharded().view(index, bucket.main_shards)
             for bucket in engine.buckets
             for index, (name, _) in enumerate(bucket.params)
         }
@@ -294,6 +298,42 @@ class FSDPModule(nn.Module):
     def close(self) -> None:
         """See `harness.fsdp.build.Engine.close`."""
         engine_of(self).close()
+
+
+def optimizer_entries(buckets: Sequence[ParamGroup], optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Tensor]:
+    """State of sharded parameters by `optimizer/<parameter>/<entry>`, not copied. Raises NotImplementedError: an
+    optimizer keeps something else than tensors."""
+    owner = {id(param): each for each in optimizers for group in each.param_groups for param in group["params"]}
+    pairs = [pair for each in buckets for pair in zip(each.layout.slots, each.views.at_rest, strict=True)]
+    found = {}
+    for slot, param in (pair for pair in pairs if id(pair[1]) in owner):
+        held = owner[id(param)].state.get(param) or {}
+        for entry, value in held.items():
+            if isinstance(value, Tensor):
+                found[f"optimizer/{slot.spec.name}/{entry}"] = value.detach()
+            elif value is not None:
+                raise NotImplementedError(
+                    f"{type(owner[id(param)]).__name__} keeps {entry} of {slot.spec.name} as a {type(value).__name__}:"
+                    " state by name has tensors alone. Keep a tensor of shape [], or use optimizer.state_dict()"
+                )
+    return found
+
+
+def _unsharded(
+    module: nn.Module, buckets: Sequence[ParamGroup], shards_of: Callable[[ParamGroup], list[Tensor]], what: str
+) -> Iterator[tuple[str, Tensor]]:
+    """Name and whole tensor of each parameter, on the CPU, in the module's order. *Collective*."""
+    present = {name for bucket in buckets for name, _ in bucket.params}
+    homes = (getattr(param, HOME)[0] for _, param in module.named_parameters())
+    order = [name for name in homes if name in present]
+    early: dict[str, Tensor] = {}
+    for bucket in buckets:
+        group = None if bucket.tp is None else bucket.tp.group
+        slices = bucket.named_slices(bucket.gather_whole(shards_of(bucket), what))
+        for slot, (name, view) in zip(bucket.layout.slots, slices, strict=True):
+            early[name] = bucket.tp_shard_of(slot).join(view.detach(), group).to("cpu", copy=True)
+            while order and order[0] in early:
+                yield order[0], early.pop(order.pop(0))
 
 
 def _with_tied(given: Mapping[str, Any], held: Mapping[str, Any]) -> dict[str, Any]:

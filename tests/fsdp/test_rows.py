@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from harness.fsdp import state as states
+from harness.fsdp import module
 from harness.fsdp.ragged import RaggedTensor
 from harness.fsdp.tensor_parallel import values_here
 from tests.fsdp.checked import Mutant, each_is_found, patched
@@ -62,7 +62,7 @@ def _as_torch_cuts(self: RaggedTensor, **_: Any) -> Tensor:
     return whole.reshape(self.shape)
 
 
-_entries = states.optimizer_entries
+_entries = module.optimizer_entries
 
 
 def _only_what_lies_here(*args: Any) -> dict[str, Tensor]:
@@ -78,7 +78,7 @@ MUTANTS = {
     ),
     "what lies here alone": Mutant(
         "Parameters of which a rank holds no row have no key there",
-        patched(states, "optimizer_entries", _only_what_lies_here),
+        patched(module, "optimizer_entries", _only_what_lies_here),
         handed_out,
         Pair("optim_grads_params", "optim"),
     ),

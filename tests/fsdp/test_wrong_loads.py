@@ -39,11 +39,11 @@ def _swapped(slot: Slot, local: LocalSlice) -> tuple[int, int]:
 MUTANTS = slips(
     """
     counters kept: Counters of steps are copied, and a load leaves them as they are
-        fsdp.state.optimizer_entries: value.detach() => value.detach() if value.dim() else value.clone()
+        fsdp.module.optimizer_entries: value.detach() => value.detach() if value.dim() else value.clone()
     weights not installed: Loaded weights do not reach compute weights that are kept
         fsdp.storage.param_group.ParamGroup.is_stale: False
     first moments alone: Second moments are not loaded
-        fsdp.state.optimizer_entries: held.items(): => [(e, v) for e, v in held.items() if e != "exp_avg_sq"]:
+        fsdp.module.optimizer_entries: held.items(): => [(e, v) for e, v in held.items() if e != "exp_avg_sq"]:
     """
 ) | {
     "rows of the neighbour": Slip(
