@@ -29,28 +29,29 @@ class Choice(Word):
     sentence: str
 
     @classmethod
+    def others(cls) -> dict[Any, Self]:
+        """Members by what they are written as beside their names."""
+        return {}
+
+    @classmethod
     def parse(cls, value: Any, argument: str) -> Self:
-        """A member given by itself or by its name; ValueError, which lists them, for any other value of `argument`."""
+        """A member given by itself, by its name or as in `others`; ValueError, which lists them, for any other value of
+        `argument`."""
         if isinstance(value, cls):
             return value
-        if isinstance(value, str) and value in cls.__members__:
-            return cls[value]
-        raise ValueError(f"{argument}={value!r} is not one of {', '.join(cls.__members__)}")
+        known = {**cls.__members__, **cls.others()}
+        for written, member in known.items():
+            if type(value) is type(written) and value == written:
+                return member
+        raise ValueError(f"{argument}={value!r} is not one of {', '.join(map(str, known))}")
 
 
 class Numbered(Choice):
     """A choice that is also written as its place in the list, counted from 0, as ZeRO stages are."""
 
     @classmethod
-    def parse(cls, value: Any, argument: str) -> Self:
-        """As `Choice.parse`, and by its number."""
-        if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < len(cls):
-            return list(cls)[value]
-        try:
-            return super().parse(value, argument)
-        except ValueError:
-            valid = ", ".join(f"{number} or '{name}'" for number, name in enumerate(cls.__members__))
-            raise ValueError(f"{argument}={value!r} names no strategy; valid are {valid}") from None
+    def others(cls) -> dict[Any, Self]:
+        return dict(enumerate(cls))
 
 
 class Dtype(Word):
@@ -148,14 +149,9 @@ class Registration(Choice):
     manual = "manual", "All at once, after the first step."
 
     @classmethod
-    def parse(cls, value: Any, argument: str) -> Self:
-        """As `Choice.parse`, and as megatron-fsdp's bool, whose True is `auto`."""
-        if isinstance(value, bool):
-            return cls["auto" if value else "none"]
-        try:
-            return super().parse(value, argument)
-        except ValueError as error:
-            raise ValueError(f"{error}, False, True") from None
+    def others(cls) -> dict[Any, Self]:
+        """megatron-fsdp's bools."""
+        return {False: cls["none"], True: cls["auto"]}
 
 
 class SharpAxis(Choice):
