@@ -57,7 +57,7 @@ _MODULE_OF = {
     if isinstance(node, ast.ImportFrom) and str(node.module).startswith("harness.")
     for each in node.names
 }
-"""What is imported above for type checkers, and here on first use."""
+"""Module of each name, which type checkers read above, and which is imported on first use."""
 __all__ = sorted(_MODULE_OF)
 
 _FORMER = {

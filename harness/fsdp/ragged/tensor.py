@@ -224,6 +224,9 @@ class GatheredView(DTensor):
                 " optimizer that does this, as torch.optim.Muon, goes to fully_shard_optimizer(model, optimizer); else"
                 " edit parameter.full_tensor() (collective), then parameter.copy_(it)"
             )
+        given = tree_leaves((args, kwargs))
+        if (plain := next((e for e in given if type(e) is Tensor and e.numel() > 1), None)) is not None:
+            raise RuntimeError(meets_plain(plain, next(e._name for e in given if isinstance(e, GatheredView))))
         args_, kwargs_ = plain_of(GatheredView, args, kwargs)
         found = func(*args_, **kwargs_)
         if not func.is_view or not isinstance(args[0], GatheredView):
