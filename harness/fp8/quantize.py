@@ -161,3 +161,45 @@ def quantize(values: Tensor, format: torch.dtype, tile: Tile, scaling: Scaling) 
     """Quantize a matrix [rows, columns] of fp32, bf16 or fp16; TypeError for another dtype."""
     scale, inverse = scales_of(amax_grid(values, tile), format, scaling)
     return Quantized(encode(values, spread(scale, tile, values.shape), format), inverse, tile)
+
+
+class TileScales:
+    """Scales, and their reciprocals, of a weight in 8 bits of which each rank has some rows; the same on every rank.
+    fp32, one for each tile.
+
+    payload: [out, in], where the weight has values while it is unsharded.
+    """
+
+    def __init__(self, payload: Tensor, tile: Tile, scaling: Scaling) -> None:
+        self.payload, self.tile, self.scaling = payload, tile, scaling
+        grid = self.tile.grid(payload.shape)
+        self.scale, self.inverse = torch.ones(2, *grid, dtype=torch.float32, device=payload.device)
+
+    def __call__(self) -> Quantized:
+        """The unsharded weight, as products take it."""
+        return Quantized(self.payload, self.inverse, self.tile)
+
+    def maxima(self, values: Tensor, start: int) -> Tensor:
+        """Amax of each tile by some of its rows, 0 by none; ranks take the largest. fp32, flat.
+
+        values: rows of the weight, flat, fp32, bf16 or fp16. start: first element of the weight in them.
+        """
+        found = torch.zeros_like(self.scale)
+        if values.numel():
+            columns = self.payload.shape[1]
+            top, lead = (0, 0) if self.tile.rows is None else divmod(start // columns, self.tile.rows)
+            of_rows = amax_grid(functional.pad(values.detach().view(-1, columns), (0, 0, lead, 0)), self.tile)
+            found[top : top + of_rows.shape[0]] = of_rows
+        return found.view(-1)
+
+    def take(self, maxima: Tensor) -> None:
+        """Scale from here on by the largest of the `maxima` of all ranks."""
+        scale, inverse = scales_of(maxima.view_as(self.scale), self.payload.dtype, self.scaling)
+        self.scale.copy_(scale)
+        self.inverse.copy_(inverse)
+
+    def encode(self, values: Tensor, start: int) -> Tensor:
+        """The payload of some rows, flat; arguments as of `maxima`."""
+        rows = values.view(-1, self.payload.shape[1])
+        scale = spread(self.scale.to(rows.device), self.tile, rows.shape, start // rows.shape[1])
+        return encode(rows, scale, self.payload.dtype).view(-1)

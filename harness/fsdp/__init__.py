@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from harness.fsdp.api import ShardedModel as ShardedModel, fully_shard as fully_shard
     from harness.fsdp.comm.events import Observer as Observer
     from harness.fsdp.comm.fixed_point import FixedPoint as FixedPoint
-    from harness.fsdp.comm.mesh import Groups as Groups
-    from harness.fsdp.comm.sharp_groups import axis_groups as axis_groups, with_sharp as with_sharp
+    from harness.fsdp.comm.mesh import Groups as Groups, axis_groups as axis_groups, with_sharp as with_sharp
     from harness.fsdp.guards.replicas import (
         CopiesPart as CopiesPart,
         RanksDisagree as RanksDisagree,

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from harness.fp8.linear import Fp8Linear, layers_of
-from harness.fp8.quantize import quantize
+from harness.fp8.quantize import WHOLE, Scaling, TileScales, quantize
 from harness.fp8.recipes import RECIPES
-from harness.fp8.tile_scales import TileScales
 from tests.support.mutants import each_found_by
 
 TOKENS, IN, OUT = 37, 256, 128
@@ -78,7 +77,7 @@ def test_scales_are_fp32_whatever_the_program_builds_models_in() -> None:
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
-        held = TileScales(RECIPES["current"], torch.empty(OUT, IN, dtype=torch.float8_e4m3fn))
+        held = TileScales(torch.empty(OUT, IN, dtype=torch.float8_e4m3fn), WHOLE, Scaling.exact)
         held.take(torch.tensor([3.0], dtype=torch.float32))
     finally:
         torch.set_default_dtype(before)

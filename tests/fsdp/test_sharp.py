@@ -11,9 +11,8 @@ import torch
 import torch.distributed as dist
 
 from harness.fsdp import axis_groups, with_sharp
-from harness.fsdp.comm import sharp_groups
-from harness.fsdp.comm.mesh import group_of_members
-from harness.fsdp.comm.sharp_groups import COLLNET
+from harness.fsdp.comm import mesh
+from harness.fsdp.comm.mesh import COLLNET, group_of_members
 from tests.support.spawn import run_ranks
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -24,7 +23,7 @@ def test_the_variable_is_on_while_the_owner_is_created_and_only_then(
     before: dict[str, str], group_of_one: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[str | None] = []
-    monkeypatch.setattr(sharp_groups, "barrier", lambda group, device: seen.append(os.environ.get(COLLNET)))
+    monkeypatch.setattr(mesh, "barrier", lambda group, device: seen.append(os.environ.get(COLLNET)))
     monkeypatch.setattr(os, "environ", environment := dict(before))
     with pytest.raises(KeyError):
         with_sharp(lambda: {}["no group"], CUDA)
@@ -38,14 +37,14 @@ def test_the_variable_is_on_while_the_owner_is_created_and_only_then(
 def _axes(rank: int, num_outer: int, owner: str) -> tuple[list[int], list[int], list[tuple[str, str | None]]]:
     os.environ[COLLNET] = "0"
     created: list[tuple[str, str | None]] = []
-    make = sharp_groups._own_group
+    make = mesh._own_group
 
     def noting(groups: list[list[int]], name: str) -> dist.ProcessGroup:
         created.append((name, os.environ.get(COLLNET)))
         return make(groups, name)
 
-    sharp_groups._own_group = noting
-    barrier, sharp_groups.barrier = sharp_groups.barrier, lambda group, device: barrier(group, CPU)
+    mesh._own_group = noting
+    barrier, mesh.barrier = mesh.barrier, lambda group, device: barrier(group, CPU)
     inner, outer = axis_groups(num_outer, CUDA, owner)
     return dist.get_process_group_ranks(inner), dist.get_process_group_ranks(outer), created
 

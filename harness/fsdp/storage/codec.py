@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from harness.fp8.linear import CUT, Fp8Linear
-from harness.fp8.quantize import E4M3, WIDENED, is_8_bit
-from harness.fp8.tile_scales import TileScales
+from harness.fp8.quantize import E4M3, WIDENED, TileScales, is_8_bit
 from harness.fsdp.comm.communicator import Communicator
 from harness.fsdp.comm.mesh import Mesh, Meshes
 from harness.fsdp.storage.layout import Cuts, LocalSlice, Slot
@@ -75,7 +74,7 @@ class Fp8Codec:
         self.weights: list[tuple[Slot, TileScales]] = []
         for slot, view, (_, param) in zip(cuts.layout.slots, views, params, strict=True):
             layer: Fp8Linear = getattr(param, LAYER)()
-            layer.encoded_weight = scales = TileScales(layer.recipe, view)
+            layer.encoded_weight = scales = TileScales(view, layer.recipe.weights.tile, layer.recipe.scaling)
             self.weights.append((slot, scales))
 
     @property

@@ -44,14 +44,14 @@ MUTANTS = {
         fsdp.storage.codec._take_largest: lambda *_, **__: None
         follow / optim, current
     scale-of-first-rows: A shard is quantized under the scales of the weight's first rows
-        fp8.tile_scales.TileScales.encode: rows.shape, start // rows.shape[1]) => rows.shape)
+        fp8.quantize.TileScales.encode: rows.shape, start // rows.shape[1]) => rows.shape)
         follow / optim_grads_params, block
     stale-scale: Weights are quantized under the scales they began with
-        fp8.tile_scales.TileScales.take: self.scale.copy_(scale)
+        fp8.quantize.TileScales.take: self.scale.copy_(scale)
             => if hasattr(self, "stale"): return\n    self.stale = True\n    self.scale.copy_(scale)
         follow / optim_grads, block
     scaling-of-others: The exponent of a tile is rounded down, so that its largest values saturate
-        fp8.tile_scales.TileScales.take: maxima.view_as => (0.5 * maxima).view_as
+        fp8.quantize.TileScales.take: maxima.view_as => (0.5 * maxima).view_as
         follow / optim_grads_params, mx_32x32
     """
 )
