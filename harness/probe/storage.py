@@ -46,7 +46,7 @@ from torch._C._profiler import (
 )
 from torch.autograd.profiler import record_function
 
-from harness.shm import watch_memory
+from harness.shm import memory_observers
 
 STEP = "harness.probe.storage.step"
 ENABLE = "_ZN5torch8autograd8profiler27enableProfilerInChildThreadEv"
@@ -86,7 +86,10 @@ class StorageMeter:
         _enable_profiler(config, activities, {RecordScope.USER_SCOPE})  # type: ignore[call-arg]
         self._threads: _Threads | None = _Threads()
         self._shared: list[tuple[int, int]] = []
-        self._end = watch_memory(lambda size: self._shared.append((time.time_ns(), size)))
+        memory_observers.append(self._note_shared)
+
+    def _note_shared(self, size: int) -> None:
+        self._shared.append((time.time_ns(), size))
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -107,7 +110,7 @@ class StorageMeter:
     def _stop(self, threads: _Threads) -> Any:
         threads.leave()
         self._threads = None
-        self._end()
+        memory_observers.remove(self._note_shared)
         result = _disable_profiler()
         self._flag.value = False
         _clear_callbacks()  # a thread that joined took the place of ours, which would stay and slow what follows

@@ -12,7 +12,7 @@ map again. Where a system forbids any of it, all ranks of the group agree on glo
 """
 
 from harness.shm.group import ShmGroup, register, shared
-from harness.shm.segment import watch_memory
+from harness.shm.segment import memory_observers
 from harness.shm.transfer import Work, sum_in_order
 
-__all__ = ["ShmGroup", "Work", "register", "shared", "sum_in_order", "watch_memory"]
+__all__ = ["ShmGroup", "Work", "memory_observers", "register", "shared", "sum_in_order"]

@@ -24,17 +24,8 @@ from torch import Tensor
 ALIGN = 64
 """Blocks begin on multiples of this many bytes."""
 
-
-_watching: list[Callable[[int], None]] = []
-
-
-def watch_memory(observer: Callable[[int], None]) -> Callable[[], None]:
-    """Tell of each block of this process that is handed out: its bytes, negative where it is given back.
-
-    Returns what ends that.
-    """
-    _watching.append(observer)
-    return lambda: _watching.remove(observer)
+memory_observers: list[Callable[[int], None]] = []
+"""Called with the bytes of each block of this process that is handed out, negative where it is given back."""
 
 
 def aligned(num_bytes: int) -> int:
@@ -72,7 +63,7 @@ class Segment:
         begin = self._find(length)
         block = (ctypes.c_char * max(num_bytes, 1)).from_buffer(self.memory, begin)
         weakref.finalize(block, _give_back, self._given_back, begin, length).atexit = False
-        for observer in _watching:
+        for observer in memory_observers:
             observer(length)
         return begin, torch.frombuffer(block, dtype=torch.uint8)
 
@@ -103,7 +94,7 @@ class Segment:
 
 def _give_back(given_back: deque[tuple[int, int]], begin: int, length: int) -> None:
     given_back.append((begin, begin + length))
-    for observer in _watching:
+    for observer in memory_observers:
         observer(-length)
 
 
