@@ -61,7 +61,7 @@ class Additions(TorchDispatchMode):
 
 @contextmanager
 def watching(trace: Trace) -> Iterator[None]:
-    encode, sum_in_order = reduction.Reduction.encode, reduction.sum_in_order
+    encode, sum_in_order = reduction.Floating.encode, reduction.sum_in_order
     exchange, spread = reduction.Reduction.exchange, reduction.Reduction.spread
 
     def note(station: str, tensor: Tensor) -> None:
@@ -91,7 +91,7 @@ def watching(trace: Trace) -> Iterator[None]:
         return spread(self, spreading, whole)
 
     with (
-        mock.patch.object(reduction.Reduction, "encode", noting_encode),
+        mock.patch.object(reduction.Floating, "encode", noting_encode),
         mock.patch.object(reduction, "sum_in_order", noting_sum),
         mock.patch.object(reduction.Reduction, "exchange", noting_exchange),
         mock.patch.object(reduction.Reduction, "spread", noting_leg),

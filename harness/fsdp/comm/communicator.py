@@ -109,7 +109,7 @@ KNOWN = frozenset({torch.bfloat16, torch.float16, torch.float32, torch.float64, 
 class Communicator:
     """One process group: its ranks and what moves its buckets.
 
-    data: the group that moves buckets: `group` itself, or one over shared memory beside it.
+    shm: the group over shared memory beside `group` that moves buckets; None: `group` does.
 
     Args:
         group: process group; None is the default one.
@@ -131,7 +131,6 @@ class Communicator:
         if self.is_gloo and runtime.device.type == "cpu" and transport is Transport.auto and self.size > 1:
             with events.begin(Label("all_gather", "shared memory")):
                 self.shm, self.why_gloo = shared(self.group, self.rank, self.size)
-        self.data: dist.ProcessGroup = self.shm or self.group
 
     def facts(self) -> dict[str, str]:
         """How buckets move: the backend, and why it is gloo where that is."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -66,12 +65,8 @@ class DeviceRuntime:
     def __init__(self, device: torch.device) -> None:
         if device.type not in ("cpu", "cuda"):
             raise ValueError(f"device={device} is not supported; use cpu or cuda")
-        self.device = device
+        self.device, self.has_streams = device, is_queued(device)
         self._streams: dict[str, Any] = {}
-
-    @cached_property
-    def has_streams(self) -> bool:
-        return is_queued(self.device)
 
     def stream(self, name: str, *, waits: bool = True) -> AbstractContextManager[None]:
         """Issue work on the side stream of this name, behind everything the current stream holds so far.

@@ -2,8 +2,8 @@
 
 A reduction turns the unreduced gradients of a bucket into this rank's share of their sum, by four verbs: *encode*
 (gradient to wire), *exchange* (issue the traffic), *fold* (wire into the sums, made in the accumulate dtype) and
-*finish* (sums to main gradients, scaled once). What a gradient is on the way, a floating-point number or an integer, is
-said by `Floating` and `Integers`, which also *absorb* microbatches that are added up before any traffic.
+*finish* (sums to main gradients, scaled once a step). The first and the last are verbs of `Floating` and `Integers`:
+they say what a gradient is on the way, and also *absorb* microbatches that are added up before any traffic.
 
 Where a backend would sum in the wire dtype, or in an order of its own, contributions are sent to the rank that owns
 them (all-to-all) and summed there in rank order. On gloo this is always so: its reduce-scatter is an all-reduce inside
@@ -104,7 +104,7 @@ class Exchange:
 
 
 class Reduction:
-    """The sums of gradients over the ranks of an axis, in four verbs.
+    """The sums of gradients over the ranks of an axis.
 
     is_native: the backend's own reduce-scatter and all-reduce make them: shared memory's, and NCCL's where the wire has
     the sum's dtype. Else they are made here. An all-reduce of the backend's is a reduce-scatter and
@@ -135,10 +135,6 @@ class Reduction:
         sums_otherwise = numerics is not Numerics.exact and (numerics.bitwise or not sums_as_sent)
         self.is_native = comm.sums_in_order or not (comm.is_gloo or sums_otherwise)
         self.in_order = numerics.bitwise or comm.is_gloo
-
-    def encode(self, gradients: Tensor) -> Tensor:
-        """Gradients, or sums of them, as they are sent: the same tensor where they already are."""
-        return self.numbers.encode(gradients)
 
     def exchange(self, parts: list[Part], label: Label, factor: float = 1.0) -> Exchange:
         """Issue the traffic that brings contributions to their owners. The parts belong to the result until folded."""
@@ -187,10 +183,6 @@ class Reduction:
         scale_together(targets, exchange.factor)
         return Pending([])
 
-    def finish(self, sums: Sequence[Tensor], main: Sequence[Tensor], factor: float) -> None:
-        """Turn sums into main gradients (the same tensors, or others), scaled: once a step."""
-        self.numbers.finish(sums, main, factor)
-
     # -- traffic of `exchange` -----------------------------------------------------------------------------------------
 
     def _all_to_all(self, exchange: Exchange) -> None:
@@ -214,11 +206,11 @@ class Reduction:
         """For sums of the backend's."""
         comm, parts, pending = self.comm, exchange.parts, exchange.pending
         exchange.received = [part.chunk(comm.rank) for part in parts]
-        if comm.sums_in_order:
+        if comm.shm is not None:
             rows, accum = [part.by_rank() for part in parts], self.dtypes.accum
             events.offer(sum([sum([each.nbytes for each in row]) - row[comm.rank].nbytes for row in rows]))
             exchange.received = [o if o.dtype == accum else torch.empty_like(o, dtype=accum) for o in exchange.received]
-            pending.incoming = [comm.data.reduce_scatter(exchange.received, rows)]
+            pending.incoming = [comm.shm.reduce_scatter(exchange.received, rows)]
         elif self._is_one_call(exchange.label):
             pending.incoming = [comm.group.allreduce([part.tensor]) for part in parts]
         else:

@@ -75,7 +75,7 @@ class PendingReduction:
             source = gradients.sums
         if not route:
             return
-        wire = inner.encode(source)
+        wire = inner.numbers.encode(source)
         self._note(wire, source)
         if not adds_first:
             self._look(source, wire)
@@ -113,7 +113,7 @@ class PendingReduction:
         """A part as it is sent: itself where it already is; else a copy without what lies between its chunks."""
         if part.cut.covers is None and part.tensor.dtype == reduction.dtypes.wire:
             return part
-        wire = reduction.encode(part.chunks.reshape(-1))
+        wire = reduction.numbers.encode(part.chunks.reshape(-1))
         if wire.data_ptr() == part.chunk(0).data_ptr():
             return part
         self._note(wire, part.tensor)
@@ -262,7 +262,7 @@ class ReducePipeline:
                 sums += gradients.own_shards
                 main += gradients.main_shards
         for (*_, factor), (reduction, sums, main) in alike.items():  # what is alike in one launch
-            reduction.finish(sums, main, factor)
+            reduction.numbers.finish(sums, main, factor)
         if any(gradients.is_offloaded for unit in self.order for gradients in unit.gradients):
             self.runtime.synchronize()  # once for all that is copied to the host, which goes on with it
 
