@@ -158,6 +158,8 @@ class Mailboxes:
         self._own = [self._box(memories[rank], peer) for peer in range(size)]
         self._theirs = [self._box(memory, rank) for memory in memories]
         self._written = [0] * size
+        # messages for which there was no room yet, as the peer is far behind
+        self._unsent = [deque[Sequence[int]]() for _ in memories]
         self._read = [0] * size
         self._order = threading.Lock()
 
@@ -165,25 +167,32 @@ class Mailboxes:
     def _box(memory: mmap.mmap, reader: int) -> Any:
         return (ctypes.c_int64 * _SIZE).from_buffer(memory, reader * _SIZE * _WORD)
 
-    def send(self, peer: int, numbers: Sequence[int]) -> bool:
-        """Write one message for a peer; false where there is no room yet. One thread at a time. Raises ValueError: it
-        is more than a ring."""
-        own, begin = self._own[peer], self._written[peer]
-        end = begin + 1 + len(numbers)
-        if end - begin > RING:
+    def send(self, peer: int, numbers: Sequence[int]) -> None:
+        """Write one message for a peer; where there is no room yet, when this rank comes here, or to `receive`, again.
+        One thread at a time. Raises ValueError: it is more than a ring."""
+        if len(numbers) >= RING:
             raise ValueError(f"{len(numbers)} numbers are more than one message may have, {RING - 1}")
-        if end - self._theirs[peer][_READ] > RING:
-            return False
-        with self._order:
-            for place, word in enumerate((len(numbers), *numbers), begin):
-                own[_BEGIN + place % RING] = word
-        self._written[peer] = end
-        with self._order:
-            own[0] = end
-        return True
+        self._unsent[peer].append(numbers)
+        self._flush(peer)
+
+    def _flush(self, peer: int) -> None:
+        own, unsent = self._own[peer], self._unsent[peer]
+        while unsent:
+            begin, numbers = self._written[peer], unsent[0]
+            end = begin + 1 + len(numbers)
+            if end - self._theirs[peer][_READ] > RING:
+                return
+            with self._order:
+                for place, word in enumerate((len(numbers), *numbers), begin):
+                    own[_BEGIN + place % RING] = word
+            self._written[peer] = end
+            with self._order:
+                own[0] = end
+            unsent.popleft()
 
     def receive(self, peer: int) -> list[list[int]]:
         """Messages that a peer has written since this was called last, in order. One thread at a time."""
+        self._flush(peer)
         ring, read = self._theirs[peer], self._read[peer]
         if ring[0] == read:
             return []

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -125,8 +124,6 @@ class Transport:
         self._open: dict[int, Work] = {}
         # messages about collectives that were not completed here, by number and peer
         self._offers: dict[tuple[int, int], list[int]] = {}
-        # messages for which there was no room yet, as the peer is far behind; sent when this rank comes here again
-        self._outbox = {peer: deque[list[int]]() for peer in peers}
         # parts that this rank has offered, by number, and who has not read them
         self._unread: dict[int, tuple[object, set[int]]] = {}
         self._is_aborted = False
@@ -185,27 +182,16 @@ class Transport:
             is_awaited = kind == REDUCE or (in_place and not until_settled)
             work = Work(self, number, kind, like, take, set(self._order), unread if is_awaited else set())
             self._open[number] = work
-        for peer in self._order:
-            length = sum([tensor.nbytes for tensor in given[peer]])
-            self._send(peer, [number, kind, length, *(places.get(id(each)) or 0 for each in given[peer])])
+            for peer in self._order:
+                length = sum([tensor.nbytes for tensor in given[peer]])
+                self._mail.send(peer, [number, kind, length, *(places.get(id(each)) or 0 for each in given[peer])])
         self._advance_ready(REDUCE)
         return work
-
-    def _send(self, peer: int, numbers: list[int]) -> None:
-        with self._guard:
-            self._outbox[peer].append(numbers)
-            self._flush(peer)
-
-    def _flush(self, peer: int) -> None:
-        waiting = self._outbox[peer]
-        while waiting and self._mail.send(peer, waiting[0]):
-            waiting.popleft()
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
     def _receive(self) -> None:
         for peer in self._order:
-            self._flush(peer)
             for number, *rest in self._mail.receive(peer):
                 if number != _ACKNOWLEDGE:
                     self._offers[number, peer] = rest
@@ -222,7 +208,7 @@ class Transport:
             for peer in here:
                 del self._offers[work.number, peer]
                 work.missing.discard(peer)
-                self._send(peer, [_ACKNOWLEDGE, work.number])
+                self._mail.send(peer, [_ACKNOWLEDGE, work.number])
         if work.is_done:
             self._open.pop(work.number, None)
 
