@@ -65,11 +65,7 @@ def _machine(device: torch.device) -> dict[str, Any]:
 def part(watching: Watching, rank: int, world_size: int) -> dict[str, Any]:
     """Facts of one rank, after its first step; `config` as far as it knows the run's configuration."""
     tensors = [
-        {
-            "name": name,
-            "shape": list(shard.shape),
-            "places": [block.place.numbers for block in shard.blocks],
-        }
+        {"name": name, "shape": list(shard.shape), "places": [block.place.numbers for block in shard.blocks]}
         for name, shard in watching.shards.items()
     ]
     device = local_part(next(iter(watching.params.values()))[1]).device

@@ -42,14 +42,12 @@ ROUNDED = 1e-3
 """Relative: how near the ratio of gradients is to one over the number that they are divided by."""
 
 
-def if_last(path: Path, world_size: int) -> bool:
-    """Merge a run's parts if every rank has ended; True if that was done."""
+def if_last(path: Path, world_size: int) -> None:
+    """Merge a run's parts if every rank has ended."""
     with held(path / f"{FOLDER}.lock"):
         ended = [name for name in folder_names(path / FOLDER) if (path / FOLDER / name / END).exists()]
-        if len(ended) < world_size or (path / "summary.json").exists():
-            return False
-        merge(path)
-        return True
+        if len(ended) >= world_size and not (path / "summary.json").exists():
+            merge(path)
 
 
 def merge(path: Path) -> None:
@@ -61,7 +59,9 @@ def merge(path: Path) -> None:
         run.write()
         steps = run.steps
     problem = _incomplete(parts, steps)
-    _end(path, steps, problem)
+    state, reason = (State.failed, f"incomplete: {problem}") if problem else (State.done, "all ranks ended")
+    present = status.read(path) or Status(State.running, "", 0)
+    status.write(path, replace(present, state=state, reason=reason, steps=steps))
     if not problem:  # else it may go on from a checkpoint
         shutil.rmtree(path / FOLDER, ignore_errors=True)
 
@@ -79,13 +79,6 @@ def cut(folder: Path, done: int) -> None:
     lines = part.lines[:done]
     os.truncate(folder / "rows.f64", part.row_bytes * sum(line["looked"] for line in lines))
     write_atomic(folder / "steps.jsonl", "".join(encode(line) + "\n" for line in lines))
-
-
-def _end(path: Path, steps: int, problem: str) -> None:
-    state = State.failed if problem else State.done
-    present = status.read(path) or Status(State.running, "", 0)
-    reason = f"incomplete: {problem}" if problem else "all ranks ended"
-    status.write(path, replace(present, state=state, reason=reason, steps=steps))
 
 
 def _incomplete(parts: Sequence[Rank], steps: int) -> str:
@@ -115,10 +108,6 @@ class Rank:
         self.folder = folder
         self.facts: dict[str, Any] = read_json(folder / FACTS) or {}
         self.end: dict[str, Any] = read_json(folder / END) or {}
-
-    @property
-    def rank(self) -> int:
-        return int(self.facts["rank"])
 
     @cached_property
     def lines(self) -> list[dict[str, Any]]:
@@ -204,7 +193,7 @@ class Merged:
         for part in self.parts:
             if name in part.held:
                 rows = tuple(part.lines[0]["rows"]) if part.lines else ()
-                first.setdefault(rows or (f"rank {part.rank}",), part)
+                first.setdefault(rows or (part.folder.name,), part)
         return list(first.values())
 
     def _fed(self, step: int) -> dict[str, Any]:
@@ -364,18 +353,14 @@ class Merged:
         """Whole tensors of the ranks' pieces, by their keys; those of which a piece is missing are left out."""
         shapes, found = dict(self.tensors), {}
         for key in dict.fromkeys(key for each in pieces.values() for key in each if not key.startswith("local/")):
-            name = self._tensor_of(key)
+            name = key.partition("/")[2]
+            name = name if name in self.holders else name.rpartition("/")[0]  # of a moment
             holders = self.holders[name]
             if holders and all(key in pieces[part] for part in holders):
                 found[key] = torch.empty(shapes[name], dtype=pieces[holders[0]][key].dtype)
                 for part in holders:
                     part.held[name].put(found[key], pieces[part][key])
         return found
-
-    def _tensor_of(self, key: str) -> str:
-        """Tensor of a part of a step, or of a moment."""
-        name = key.partition("/")[2]
-        return name if name in self.holders else name.rpartition("/")[0]
 
 
 def _known(values: Array) -> Array:

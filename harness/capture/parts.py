@@ -8,7 +8,7 @@ the last to end reads all of them. So a crash leaves what was seen until then.
     steps.jsonl             a line a step: losses, digests of the data, learning rate, seconds
     rows.f64                a row a step that was looked at: of each tensor `WIDTHS`, NaN where nothing was seen
     step-000001.safetensors of chosen steps this rank's pieces: gradient/ local/ before/ moment/ after/
-    end.json                steps, why it ended, and digests of the last weights
+    end.json                why it ended early, if it did, and digests of the last weights
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from harness.probe.hooks import Nothing
 from harness.probe.step_checks.cadence import Cadence
 from harness.probe.traffic import Traffic, by_kind
 from harness.store.files import Lock
-from harness.store.status import OWNER_LOCK, State
+from harness.store.status import OWNER_LOCK
 
 LOG = logging.getLogger("harness.capture")
 
@@ -234,9 +234,9 @@ class Run:
             self.guard(self._end)()
             reason = self.problem
         try:
-            if reason and self._part is not None:
-                self._part.end({"state": State.failed.value, "reason": reason, "steps": self.steps})
             if self._part is not None:
+                if reason:
+                    self._part.end({"reason": reason})
                 merge.if_last(self.path, self.world_size)
         except Exception as error:  # a full disk, say
             LOG.warning("%s is incomplete: %s: %s", self.path, type(error).__name__, error)
@@ -247,8 +247,7 @@ class Run:
         assert self._watching is not None
         assert self._part is not None
         self._watching.follow()
-        final = self._watching.digests()
-        self._part.end({"state": State.done.value, "reason": "", "steps": self.steps, "final": final})
+        self._part.end({"reason": "", "final": self._watching.digests()})
 
     def __enter__(self) -> Run:
         return self

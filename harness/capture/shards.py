@@ -66,7 +66,7 @@ class Found(NamedTuple):
 
 def find(models: Sequence[nn.Module], optimizer: Any, parts: Parts | None = None) -> Found:
     """Shards by name. Args: optimizer: as `watch` was given it. Raises `ValueError`: two tensors have one name."""
-    kept = {**_fsdp1(models), **_megatron(models), **_zero([*models, *_several(optimizer)])}
+    kept = {**_fsdp1(models), **_megatron(models), **_zero([*models, *several(optimizer)])}
     found = Found({}, {}, {})
     for plain, (raw, param) in named(models).items():
         for name, each in _members(plain, param, kept):
@@ -103,7 +103,7 @@ def flat_pieces(model: nn.Module, optimizer: Any, states: Mapping[Any, Mapping[s
     return found
 
 
-def _several(optimizer: Any) -> list[Any]:
+def several(optimizer: Any) -> list[Any]:
     return [*optimizer] if isinstance(optimizer, list | tuple) else [optimizer]
 
 

@@ -40,9 +40,8 @@ class Watching:
     """
 
     def __init__(self, models: list[nn.Module], optimizer: Any, parts: Parts | None, guard: Guard) -> None:
-        self.models, self.optimizers = models, optimizers_of(optimizer)
-        optimizers = self.optimizers
-        self._guard = guard
+        optimizers = optimizers_of(optimizer)
+        self.models, self.optimizers, self._guard = models, optimizers, guard
         self._find: Callable[[], shards.Found] = partial(shards.find, models, optimizer, parts)
         self.params = named(models)
         self.found = self._find()
@@ -246,14 +245,9 @@ def _is_compiled(module: nn.Module) -> bool:
 
 def optimizers_of(optimizer: Any) -> list[Optimizer]:
     """Optimizers of torch, out of what wraps them; those of other kinds have no hooks, and are left out."""
-    several: Iterable[Any] = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
-    found = []
-    for each in several:
-        inner = getattr(each, "optimizer", None)  # as accelerate keeps it
-        chosen = inner if isinstance(inner, Optimizer) else each
-        if isinstance(chosen, Optimizer):
-            found.append(chosen)
-    return found
+    several = [(each, getattr(each, "optimizer", None)) for each in shards.several(optimizer)]
+    found = [inner if isinstance(inner, Optimizer) else each for each, inner in several]  # as accelerate keeps it
+    return [each for each in found if isinstance(each, Optimizer)]
 
 
 AT_ONCE = 1 << 20
