@@ -100,10 +100,6 @@ def is_kept(step: int, every: int) -> bool:
     return step <= DENSE or step % every == 0
 
 
-def kept_until(step: int, every: int) -> int:
-    return step if step <= DENSE else DENSE + step // every - DENSE // every
-
-
 def cadence(steps: int, tensors: int, sketches: int, limit_bytes: int) -> int:
     """Smallest `every` with which all kept steps fit into `limit_bytes`, or the number of steps if none does."""
     row = tensors * len(tensor_columns(sketches)) * BYTES
@@ -134,7 +130,8 @@ class StreamWriter:
         write_json(folder / STREAM, facts | {name: before[name] for name in ("forward",) if name in before})
         self._table = len(tensors) * len(tensor_columns(sketches)) * BYTES
         self._steps = _appending(folder / "steps.f64", self._row, done)
-        self._tensors = _appending(folder / "tensors.f64", self._table, kept_until(done, every))
+        kept = sum(is_kept(step, every) for step in range(1, done + 1))
+        self._tensors = _appending(folder / "tensors.f64", self._table, kept)
 
     def write(self, step: int, row: Sequence[float], tensors: NDArray[np.float64] | None = None) -> None:
         """tensors: None in the row that follows the last step."""

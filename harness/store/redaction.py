@@ -71,7 +71,7 @@ def redacted(text: str, environment: Mapping[str, str] = os.environ) -> str:
 
 def redactor(environment: Mapping[str, str] = os.environ) -> Callable[[str], str]:
     """`redacted` for many texts: the environment is read once."""
-    values = tuple(dict.fromkeys(form for value in secrets_of(environment).values() for form in _forms(value)))
+    values = tuple(dict.fromkeys(form for value in _secrets_of(environment) for form in _forms(value)))
     return lambda text: _kept(text, values) if len(text) > LONG else _without(text, values)
 
 
@@ -93,14 +93,14 @@ def _without(text: str, values: tuple[str, ...]) -> str:
 _kept = lru_cache(maxsize=4)(_without)
 
 
-def secrets_of(environment: Mapping[str, str]) -> dict[str, str]:
-    """Variables that hold a secret of `LEAST` characters, the longest value first; paths are none."""
-    found = {
-        name: value
+def _secrets_of(environment: Mapping[str, str]) -> list[str]:
+    """Values of variables that hold a secret of `LEAST` characters, the longest first; paths are none."""
+    found = [
+        value
         for name, value in environment.items()
         if len(value) >= LEAST and _TELLING.search(name) and not (_is_path(name, value) or _is_count(name, value))
-    }
-    return dict(sorted(found.items(), key=lambda pair: -len(pair[1])))
+    ]
+    return sorted(found, key=len, reverse=True)
 
 
 def _is_count(name: str, value: str) -> bool:

@@ -139,18 +139,14 @@ def diff(a: RunDir, b: RunDir) -> str:
     """
     for run in (a, b):
         checksums.demand(run.path, CONFIG, run.provenance.name)
-    lines = [f"a  {a.path}", f"b  {b.path}", ""]
-    begin = len(lines)
     configured = _pairs(flatten(a.config()), flatten(b.config()))
     sections = {"configuration": configured, "origin": _pairs(_comparable(a), _comparable(b))}
-    room = screen.width()
+    room, lines = screen.width(), list[str]()
     for title, pairs in sections.items():
         rows = (f"  {key}: {_text(left, room)} -> {_text(right, room)}" for key, left, right in pairs)
         if pairs:
             lines += [f"{title}:", *(line for each in rows for line in screen.fold(each, room, " " * 6)), ""]
-    if len(lines) == begin:
-        lines.append(ALIKE)
-    return "\n".join(lines).rstrip()
+    return "\n".join([f"a  {a.path}", f"b  {b.path}", "", *(lines or [ALIKE])]).rstrip()
 
 
 def _comparable(run: RunDir) -> dict[str, Any]:

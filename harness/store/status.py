@@ -103,7 +103,12 @@ def write(run: Path, status: Status) -> Status:
         present = read(run)
         if present is not None and status.attempt < present.attempt:
             return present
-        _check_move(run, present, status)
+        begins = present is None or (status.attempt > present.attempt and status.state in RESTARTS)
+        if present is not None and not begins and status.state not in MOVES[present.state]:
+            valid = ", ".join(sorted(MOVES[present.state]))
+            raise StoreError(
+                f"{run} is {present.state} and cannot become {status.state}; from there it can become {valid}"
+            )
         return _store(run, replace(status, checksums="") if status.state in RESTARTS else status)
 
 
@@ -140,16 +145,6 @@ def _store(run: Path, status: Status) -> Status:
     stamped = replace(status, updated=datetime.now(UTC).isoformat(timespec="milliseconds"))
     write_json(run / FILE, asdict(stamped))
     return stamped
-
-
-def _check_move(run: Path, present: Status | None, status: Status) -> None:
-    if present is None or (status.attempt > present.attempt and status.state in RESTARTS):
-        return
-    if status.state not in MOVES[present.state]:
-        valid = ", ".join(sorted(state.value for state in MOVES[present.state]))
-        raise StoreError(
-            f"{run} is {present.state.value} and cannot become {status.state.value}; from there it can become {valid}"
-        )
 
 
 JobProbe = Callable[[Status], "tuple[State, str] | None"]

@@ -40,15 +40,18 @@ def dashboard(entity: str, project: str, study: str, arms: Mapping[str, str | No
     Args: entity: owner; may be empty offline. arms: W&B's id of every run -> that of its control; None for a control.
     """
     import wandb_workspaces.workspaces as ws
+    from wandb_workspaces.reports.v2.interface import Layout, WeavePanelSummaryTable
 
-    drawn = [arm for arm, control in arms.items() if control is not None]
+    band = [f"{arm}:{name}" for arm, control in arms.items() if control is not None for name in BAND]
+    parity = [_curve(each, band if set(BAND) <= set(each[1]) else []) for each in CURVES]
+    parity.append(WeavePanelSummaryTable(table_name=VERDICTS, layout=Layout(w=24, h=10)))
     controls = list(dict.fromkeys(control for control in arms.values() if control is not None))
     return ws.Workspace(
         entity=entity,
         project=project,
         name=f"Parity of {study}",
         sections=[
-            ws.Section(name="Is it still the same run?", panels=_parity(drawn), is_open=True, pinned=True),
+            ws.Section(name="Is it still the same run?", panels=parity, is_open=True, pinned=True),
             ws.Section(name="What did it cost?", panels=[_curve(each, []) for each in COSTS], is_open=True),
         ],
         settings=ws.WorkspaceSettings(x_axis=STEP, max_runs=max(1, min(MOST_RUNS, len(arms)))),
@@ -58,14 +61,6 @@ def dashboard(entity: str, project: str, study: str, arms: Mapping[str, str | No
             baseline_run=controls[0] if len(controls) == 1 else None,
         ),
     )
-
-
-def _parity(arms: Sequence[str]) -> list[Any]:
-    from wandb_workspaces.reports.v2.interface import Layout, WeavePanelSummaryTable
-
-    band = [f"{arm}:{name}" for arm in arms for name in BAND]
-    curves = [_curve(each, band if set(BAND) <= set(each[1]) else []) for each in CURVES]
-    return [*curves, WeavePanelSummaryTable(table_name=VERDICTS, layout=Layout(w=24, h=10))]
 
 
 def _curve(chart: tuple[str, Sequence[str], str], band: Sequence[str]) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import shutil
 from pathlib import Path
-from typing import Any
 
 from harness.store.fields import synced
 from harness.store.files import private_folder
@@ -23,25 +22,20 @@ def write(run: RunDir, kind: str) -> Path:
         for each in read_metrics(run.metrics)
     ]
     place = run.path / FORMATS[kind]
-    (_write_events if kind == "tensorboard" else _write_csv)(place, rows)
-    return place
-
-
-def _write_events(folder: Path, rows: list[tuple[int, dict[str, Any]]]) -> None:
+    if kind == "csv":
+        columns = dict.fromkeys(("train/step", *(name for _, values in rows for name in values)))
+        with place.open("w", newline="", encoding="utf-8") as file:
+            table = csv.DictWriter(file, [*columns])
+            table.writeheader()
+            table.writerows(values for _, values in rows)
+        return place
     from tensorboard.summary import Writer
 
-    shutil.rmtree(folder, ignore_errors=True)
-    private_folder(folder)
-    writer = Writer(str(folder))
+    shutil.rmtree(place, ignore_errors=True)
+    private_folder(place)
+    events = Writer(str(place))
     for step, values in rows:
         for name, value in values.items():
-            writer.add_scalar(name, float(value), step)
-    writer.close()
-
-
-def _write_csv(path: Path, rows: list[tuple[int, dict[str, Any]]]) -> None:
-    columns = dict.fromkeys(name for _, values in rows for name in values)
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, ["train/step", *(name for name in columns if name != "train/step")])
-        writer.writeheader()
-        writer.writerows(values for _, values in rows)
+            events.add_scalar(name, float(value), step)
+    events.close()
+    return place

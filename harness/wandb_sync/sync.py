@@ -93,9 +93,9 @@ def distance(found: Verdict) -> Distance:
 
 
 def _point(arm: Mapping[str, Any], control: Mapping[str, Any], allowed: float | str | None) -> dict[str, float]:
-    point = (
-        {"parity/loss_allowed": allowed, "parity/loss_allowed_below": -allowed} if isinstance(allowed, float) else {}
-    )
+    point: dict[str, float] = {}
+    if isinstance(allowed, float):
+        point = {"parity/loss_allowed": allowed, "parity/loss_allowed_below": -allowed}
     if arm.get("loss") is not None and (held := control.get("loss")):
         point["parity/loss_difference"] = (arm["loss"] - held) / abs(held)
     if arm.get("grad_norm") is not None and (held := control.get("grad_norm")):
