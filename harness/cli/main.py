@@ -9,7 +9,7 @@ import os
 import sys
 import textwrap
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -37,9 +37,8 @@ class Verb:
     module: str
 
     def function(self, name: str) -> Callable[[Any], Any]:
-        found: Callable[[Any], Any] = getattr(
-            import_module(f"harness.cli.{self.module}"), name.format(self.name.replace("-", "_"))
-        )
+        module = import_module(f"harness.cli.{self.module}")
+        found: Callable[[Any], Any] = getattr(module, name.format(self.name.replace("-", "_")))
         return found
 
 
@@ -131,14 +130,10 @@ def request_help() -> str:
     return "\n".join(lines)
 
 
-def verbs_help(program: str, kinds: Mapping[str, Sequence[Verb]]) -> str:
-    """Text of `python -m harness --help`, without a trailing newline.
-
-    Args: program: words before a verb. kinds: verbs by purpose.
-    """
-    size = max(len(verb.name) for verbs in kinds.values() for verb in verbs)
-    lines = [f"{program} VERB ...; with --help after it, the arguments of a verb"]
-    for kind, verbs in kinds.items():
+def verbs_help() -> str:
+    size = max(len(verb.name) for verb in VERBS)
+    lines = [f"{commands.verb()} VERB ...; with --help after it, the arguments of a verb"]
+    for kind, verbs in KINDS.items():
         lines += ["", f"{kind}:", *(f"  {verb.name:<{size}}  {verb.summary}" for verb in verbs)]
     return "\n".join(lines)
 
@@ -172,7 +167,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def read(words: Sequence[str]) -> tuple[Verb, Namespace]:
     """Raises `BadRequest`: no such verb, or wrong arguments. `SystemExit`: help (code 0)."""
     if words[:1] in (["-h"], ["--help"], ["--version"]):
-        print(version() if words[0] == "--version" else verbs_help(commands.verb(), KINDS))
+        print(version() if words[0] == "--version" else verbs_help())
         raise SystemExit(0)
     named = {verb.name: verb for verb in VERBS}
     if words and (verb := named.get(words[0])):

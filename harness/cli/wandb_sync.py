@@ -58,9 +58,8 @@ def asking(verb: str, mode: WandbMode) -> Iterator[None]:
     try:
         yield
     except WandbFailed as error:
-        fix = "mend what it names (wandb login?), and try again" + ", or write files with --offline" * (
-            mode is WandbMode.online
-        )
+        fix, instead = "mend what it names (wandb login?), and try again", ", or write files with --offline"
+        fix += instead * (mode is WandbMode.online)
         raise refuse(verb, f"wandb failed: {error}", fix=fix) from error
 
 

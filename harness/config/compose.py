@@ -110,7 +110,11 @@ def freeze(values: Mapping[str, Any], overrides: Sequence[str], *, earlier: Sequ
     Raises `BadRequest` with every violation; nothing was written or started.
     """
     config, beyond = load_within(_resolved(values))
-    _anchor_paths(config)
+    config.launch.root = _anchored("launch.root", config.launch.root, "launch.root=runs")
+    if config.data.path is not None:
+        config.data.path = _anchored("data.path", config.data.path, "a file or folder, or data.path=null")
+    if config.ckpt.load is not None:
+        config.ckpt.load = _checkpoint(config.ckpt.load, config.launch.root)
     typed = any(text.startswith("train.warmup_steps=") for text in (*earlier, *overrides))
     if not typed and config.train.warmup_steps == TrainConfig().warmup_steps:  # a short run warms up for all of it
         config.train.warmup_steps = min(config.train.warmup_steps, config.train.steps)
@@ -167,14 +171,6 @@ def plain(cfg: DictConfig, *, resolve: bool = True) -> dict[str, Any]:
     values = cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=resolve, enum_to_str=True))
     values.pop("hydra", None)
     return values
-
-
-def _anchor_paths(config: Config) -> None:
-    config.launch.root = _anchored("launch.root", config.launch.root, "launch.root=runs")
-    if config.data.path is not None:
-        config.data.path = _anchored("data.path", config.data.path, "a file or folder, or data.path=null")
-    if config.ckpt.load is not None:
-        config.ckpt.load = _checkpoint(config.ckpt.load, config.launch.root)
 
 
 def _checkpoint(named: str, root: str) -> str:

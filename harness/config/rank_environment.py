@@ -67,12 +67,9 @@ def network_environment(config: Config, attempt: Path | None = None) -> dict[str
         "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK": None if ub.mode is Registration.none else 0,
     }
     if wants_infiniband_sharp(config):
-        chosen |= {
-            "SHARP_COLL_ENABLE_SAT": int(sharp.streaming),
-            "SHARP_COLL_LOG_LEVEL": None
-            if log is NcclLog.none
-            else 3,  # tells whether the switches gave the job a tree
-        }
+        chosen["SHARP_COLL_ENABLE_SAT"] = int(sharp.streaming)
+        # 3 tells whether the switches gave the job a tree
+        chosen["SHARP_COLL_LOG_LEVEL"] = None if log is NcclLog.none else 3
     if log is not NcclLog.none and attempt is not None:
         kinds = "INIT,ENV,NET,GRAPH,NVLS,REG" + ",TUNING" * (log is NcclLog.choices)
         file = f"{str(attempt.absolute()).replace('%', '%%')}/{NCCL_LOG}"

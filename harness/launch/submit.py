@@ -9,6 +9,7 @@ import shlex
 import signal
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from harness.config.compose import Cell
 from harness.config.errors import refuse
@@ -78,21 +79,20 @@ class _Request:
         return code
 
     def _run_local(self, cells: Sequence[Cell]) -> list[int]:
+        """Among several cells, a damaged or failing one spoils no other."""
         codes: list[int] = []
         with listening() as asked:
             for cell in cells:
-                codes += [] if asked else self._try(cell, asked)
+                if asked:
+                    break
+                try:
+                    codes += self._run_one(cell, partial(run_here, asked=asked))
+                except (StoreError, OSError) as error:
+                    if not self._several:
+                        raise
+                    self._say(cell, f"not started: {error}")
+                    codes.append(EXIT_BUSY if isinstance(error, Busy) else 1)
         return [*codes, 130 if signal.SIGINT in asked else 75] if asked else codes
-
-    def _try(self, cell: Cell, asked: Sequence[signal.Signals]) -> list[int]:
-        """Run a cell; among several, a damaged or failing one spoils no other."""
-        try:
-            return self._run_one(cell, lambda opened, lock, listener: run_here(opened, lock, listener, asked))
-        except (StoreError, OSError) as error:
-            if not self._several:
-                raise
-            self._say(cell, f"not started: {error}")
-            return [EXIT_BUSY if isinstance(error, Busy) else 1]
 
     def _submit(self, cells: Sequence[Cell]) -> list[int]:
         told = lambda cell, decision: self._say(cell, decision.why)  # noqa: E731 - of each cell
@@ -116,8 +116,12 @@ class _Request:
         if isinstance(opened, Decision):
             self._say(cell, opened.why)
             return [EXIT_BUSY] if opened.action is Action.leave else []
-        ended = run(*opened, self._on_start(opened[0]))
-        self._on_end(opened[0], ended)
+        one = opened[0]
+        ended = run(*opened, self._on_start(one))
+        if ended.report:
+            self._terminal.line(f"\n{ended.report}")
+        logs = "" if ended.state is State.done else f" (logs: {one.run.attempt_dir(one.attempt)})"
+        self._say(cell, f"{ended.state.value}, {ended.reason}{logs}")
         return [ended.exit_code]
 
     def _say(self, cell: Cell, text: str) -> None:
@@ -130,12 +134,6 @@ class _Request:
         ranks = screen.counted(opened.cell.typed.mesh.world_size, "rank")
         self._say(opened.cell, f"{ranks}, attempt {opened.attempt}")
         return RunDisplay(self._terminal, opened.cell.typed.train.steps, label)
-
-    def _on_end(self, opened: Opened, ended: Ended) -> None:
-        if ended.report:
-            self._terminal.line(f"\n{ended.report}")
-        logs = "" if ended.state is State.done else f" (logs: {opened.run.attempt_dir(opened.attempt)})"
-        self._say(opened.cell, f"{ended.state.value}, {ended.reason}{logs}")
 
     def _place(self, cell: Cell) -> str:
         place = f"cell {list(self._labels).index(cell.signature) + 1} of {len(self._labels)}  "

@@ -28,8 +28,7 @@ def parameters_are_counted(request: Request) -> Iterator[Violation]:
 
 @rule()
 def the_engine_takes_the_optimizer(request: Request) -> Iterator[Violation]:
-    config = request.config
-    name = config.optimizer.name.name
+    config, name = request.config, request.config.optimizer.name.name
     if config.optimizer.name not in (OptimizerName.ext, OptimizerName.muon):
         return
     if not request.can.own_optimizers:

@@ -229,19 +229,19 @@ def idle_parameters_are_taken(request: Request) -> Iterator[Violation]:
     config, can = request.config, request.can
     if not may_leave_unused(config):
         return
-    where, then = "", ""
     if config.mesh.world_size > 1 and not can.idle_parameters:
         where, then = " on some ranks only", "reduces its units in different orders and hangs"
     elif config.sharding.strategy in can.keeps_idle_gradients:
         where, then = "", "updates them by their last step's gradient again"
-    if then:
-        yield request.wrong(
-            "model.skip_idle",
-            f"lets a microbatch leave parameters of model.family={config.model.family.name} without a gradient{where}; "
-            f"engine={config.engine.name.name} then {then}",
-            "false",
-            "model.skip_idle=false, or engine=native",
-        )
+    else:
+        return
+    yield request.wrong(
+        "model.skip_idle",
+        f"lets a microbatch leave parameters of model.family={config.model.family.name} without a gradient{where}; "
+        f"engine={config.engine.name.name} then {then}",
+        "false",
+        "model.skip_idle=false, or engine=native",
+    )
 
 
 @rule("mesh.world_size", "mesh.dp_outer", "mesh.tp")

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from types import FrameType
 
 from harness.launch.local.run import Ended, LocalRun
 from harness.launch.opening import Opened
@@ -26,15 +25,11 @@ def listening() -> Iterator[list[signal.Signals]]:
     Outside the main thread signals stay as they are; ignored ones stay ignored (`nohup`, a shell's `&`).
     """
     asked: list[signal.Signals] = []
-
-    def on_stop(number: int, _: FrameType | None) -> None:
-        asked.append(signal.Signals(number))
-
     if threading.current_thread() is not threading.main_thread():
         yield asked
         return
     before = {
-        number: signal.signal(number, on_stop)
+        number: signal.signal(number, lambda number, _: asked.append(signal.Signals(number)))
         for number in STOP_SIGNALS
         if signal.getsignal(number) is not signal.SIG_IGN
     }

@@ -179,7 +179,7 @@ class LocalRun:
     def _failed(self, failures: list[Failure]) -> Ended:
         if not failures:
             late = [str(rank.number) for rank in self.ranks if rank.killed_by_us]
-            return Ended(State.failed, f"rank {', '.join(late)} did not end with the others", "")
+            return Ended(State.failed, f"rank {', '.join(late)} did not end with the others")
         return Ended(State.failed, failures[0].summary(), failure.report(failures))
 
     def _write(self, ended: Ended) -> None:
