@@ -154,11 +154,7 @@ def _notes(processes: Sequence[Process]) -> Iterator[str]:
 
 def _mixed(processes: Sequence[Process]) -> Iterator[str]:
     for key in (*SAME, "torch"):
-        found = sorted({str(_fact(process.origin, key)) for process in processes})
+        held = [(each.origin.get("versions", {}) if key == "torch" else each.origin).get(key) for each in processes]
+        found = sorted({str(sorted(set(each)) if key == "hosts" and each is not None else each) for each in held})
         if len(found) > 1:
             yield f"{key}: {' and '.join(found)}"
-
-
-def _fact(origin: Mapping[str, Any], key: str) -> Any:
-    held = origin.get("versions", {}).get(key) if key == "torch" else origin.get(key)
-    return sorted(set(held)) if key == "hosts" and held is not None else held

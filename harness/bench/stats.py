@@ -14,13 +14,6 @@ import itertools
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    Array = NDArray[np.float64]
 
 CONFIDENCE = 0.95
 LEAST_BLOCKS = 3
@@ -51,30 +44,22 @@ def median_ratio(times: Sequence[float], others: Sequence[float]) -> Interval | 
 
     Args: times, others: seconds, one a block.
 
-    Returns None with fewer than `LEAST_BLOCKS` blocks. Raises `ValueError`: the two have other numbers of blocks.
+    Returns None with fewer than `LEAST_BLOCKS` blocks.
     """
     import numpy as np
 
-    if len(others) != len(times):
-        raise ValueError(f"{len(times)} blocks of one arm, and {len(others)} of the other")
-    if len(times) < LEAST_BLOCKS:
+    count = len(times)
+    if count < LEAST_BLOCKS:
         return None
     mine, theirs = np.asarray(times, float), np.asarray(others, float)
-    draws = _draws(len(times))
+    draws = np.random.default_rng(SEED).integers(0, count, size=(DRAWS, count))  # indices of blocks, [draws, blocks]
+    if count <= EXHAUSTIVE_BLOCKS:
+        draws = np.array(list(itertools.product(range(count), repeat=count)))
     ratios = np.median(mine[draws], axis=-1) / np.median(theirs[draws], axis=-1)  # [draws]
     tail = (1.0 - CONFIDENCE) / 2.0
     # Not interpolated: with few blocks the ratios are few, and both ends are ratios that occurred.
     low, high = np.quantile(ratios, tail, method="lower"), np.quantile(ratios, 1.0 - tail, method="higher")
-    return Interval(float(np.median(mine) / np.median(theirs)), float(low), float(high), len(times))
-
-
-def _draws(blocks: int) -> NDArray[np.intp]:
-    """Indices of blocks, [draws, blocks]: every possible draw where these are few, else a fixed random sample."""
-    import numpy as np
-
-    if blocks <= EXHAUSTIVE_BLOCKS:
-        return np.array(list(itertools.product(range(blocks), repeat=blocks)), dtype=np.intp)
-    return np.random.default_rng(SEED).integers(0, blocks, size=(DRAWS, blocks), dtype=np.intp)
+    return Interval(float(np.median(mine) / np.median(theirs)), float(low), float(high), count)
 
 
 def spread(values: Sequence[float]) -> float:

@@ -69,7 +69,15 @@ class Checkpoints:
         self._on_first_rank(f"make {unfinished}", lambda: folders.begin(self.folder, step))
         state = engine.state()
         held = storage.held_of({**self._own(state.tensors, portable=state.portable), **self._rng_state()})
-        values = self._values(step, initial_weights, begins_after, state.portable)
+        values = {
+            "step": step,
+            "layout": self.layout,
+            "portable": state.portable,
+            "initial_weights": initial_weights,
+            "data": data_position(self.config, step),
+            "schedule": {"lr": lr_at(self.config, step), "next_step": step + 1},
+            "record": {"begins_after": begins_after, "lines": step - begins_after},
+        }
         entries = storage.shared_out(_everyone(storage.described(held), self.control))
         told = self._on_every_rank(
             f"write {unfinished}", lambda: storage.write(unfinished, self.ranks.rank, held, entries)
@@ -82,17 +90,6 @@ class Checkpoints:
             folders.keep_newest(self.folder, self.config.ckpt.keep, step, best)
 
         self._on_first_rank(f"publish {unfinished}", publish)
-
-    def _values(self, step: int, initial_weights: str, begins_after: int, portable: bool) -> dict[str, Any]:
-        return {
-            "step": step,
-            "layout": self.layout,
-            "portable": portable,
-            "initial_weights": initial_weights,
-            "data": data_position(self.config, step),
-            "schedule": {"lr": lr_at(self.config, step), "next_step": step + 1},
-            "record": {"begins_after": begins_after, "lines": step - begins_after},
-        }
 
     def _own(self, tensors: Mapping[str, Tensor], *, portable: bool) -> dict[str, Tensor]:
         return dict(tensors) if portable else {f"local/{self.ranks.rank:05d}/{key}": t for key, t in tensors.items()}

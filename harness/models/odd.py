@@ -190,14 +190,12 @@ class OddWorkload(TokenWorkload):
         Matrices of blocks are drawn with 1 / sqrt(row length), so that no branch vanishes beside the residual stream.
         Frozen values are multiples of 1/128, exact in every format: some engines keep no wider copy of them.
         """
-        value = self._initial(name, shape)
-        return (value * 128).round() / 128 if name.endswith("fixed_QD") or name.startswith("frozen.") else value
-
-    def _initial(self, name: str, shape: torch.Size) -> Tensor:
         if name.endswith("taps"):
-            return torch.linspace(0.7, 1.3, shape.numel(), dtype=torch.float32, device="cpu")
-        if name.endswith("bias"):
-            return self._normal(name, shape, self.model_config.init_std)
-        if len(shape) > 1 and ("blocks." in name or "frozen." in name):
-            return self._normal(name, shape, 1 / math.sqrt(shape[1:].numel()))
-        return super().initial_weight(name, shape)
+            value = torch.linspace(0.7, 1.3, shape.numel(), dtype=torch.float32, device="cpu")
+        elif name.endswith("bias"):
+            value = self._normal(name, shape, self.model_config.init_std)
+        elif len(shape) > 1 and ("blocks." in name or "frozen." in name):
+            value = self._normal(name, shape, 1 / math.sqrt(shape[1:].numel()))
+        else:
+            value = super().initial_weight(name, shape)
+        return (value * 128).round() / 128 if name.endswith("fixed_QD") or name.startswith("frozen.") else value

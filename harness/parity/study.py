@@ -71,7 +71,10 @@ def _judged(folder: Path, record: dict[str, Any], sources: str | None) -> StudyV
     digest = sources_digest() if sources == CHECKOUT else sources
     paths = {cell["signature"]: folder / cell["directory"] for cell in cells}
     pairs = [(paths[cell["signature"]], paths[cell["control"]]) for cell in cells if cell["control"]]
-    pairs += _repetitions([paths[cell["signature"]] for cell in cells if not cell["control"]])
+    first: dict[str, Path] = {}
+    for control in (paths[cell["signature"]] for cell in cells if not cell["control"]):
+        before = first.setdefault(repeated(RunDir(control).config()), control)
+        pairs += [(control, before)] if before is not control else []  # a repetition of a control with the first
     margins = record.get("margins") or {}
     judged = _judge(pairs, digest, margins, int(record.get("window") or 0))
     together = over_seeds([pair for _, pair in judged if pair is not None], margins)
@@ -103,13 +106,6 @@ def against(arms: Sequence[Path], control: Path, *, sources: str | None = CHECKO
     digest = sources_digest() if sources == CHECKOUT else sources
     judged = _judge([(path, Path(control)) for path in chosen], digest, {}, 0)
     return StudyVerdict("", "", tuple(each for each, _ in judged))
-
-
-def _repetitions(controls: list[Path]) -> list[tuple[Path, Path]]:
-    """Repetitions of a control, each with the first."""
-    first: dict[str, Path] = {}
-    pairs = ((control, first.setdefault(repeated(RunDir(control).config()), control)) for control in controls)
-    return [(control, before) for control, before in pairs if before is not control]
 
 
 def unknown(subject: str, root: Path, study: str) -> BadRequest:

@@ -18,7 +18,6 @@ from harness.config.derived import engine_options, microbatches_per_rank
 from harness.config.schema import Config, Device
 from harness.fsdp.runtime.reduce import MAX_UNITS
 from harness.fsdp.runtime.units import Unit
-from harness.fsdp.storage.gradients import Gradients
 from harness.fsdp.storage.param_group import ParamGroup
 from harness.fsdp.update.norms import LONG
 from harness.plan.activations import Mark, Recorded
@@ -153,7 +152,8 @@ class Ours(Step):
         shares = model.transport == "shm" and model.place.inner_size > 1
         self.staged = {unit.name: _staged(unit, model.place.inner_size) * shares for unit in gathered}
         # sums of microbatches that are there from the first reduction of a step to `zero_grad`, by unit
-        self.sums = {unit.name: sum(map(_sums, unit.gradients)) for unit in model.units}
+        of_units = {unit.name: unit.gradients for unit in model.units}
+        self.sums = {name: sum(each.sums.nbytes for each in own if each.is_reduced) for name, own in of_units.items()}
         self.memory, self.on_host = kept(model)
         self.kept = sum(self.memory.values()) - self.on_host - sum(self.sums.values())
         self.standing = self.buffers.live_bytes  # under double_buffer, of weights of units in turn
@@ -263,7 +263,3 @@ def _staged(unit: Unit, size: int) -> int:
     """Bytes of this rank's part of a gather in shared memory, where peers cannot read main weights as they are."""
     cast = [b for b in unit.buckets if not b.is_resident and (b.codec or b.dtypes.main != b.dtypes.compute)]
     return sum(bucket.compute.nbytes for bucket in cast if bucket.kept is None) // size
-
-
-def _sums(gradients: Gradients) -> int:
-    return gradients.sums.nbytes if gradients.is_reduced else 0

@@ -43,6 +43,5 @@ def peak_flops(device: torch.device, compute: Dtype) -> float | None:
 def peak_of_name(name: str) -> float | None:
     """Dense bf16 operations a second by the driver's name ("NVIDIA H100 80GB HBM3"); None if unknown."""
     words = name.upper().replace("-", " ").split()
-    return (
-        None if CARDS & {*words} else next((PEAK_BF16_FLOPS[word] for word in words if word in PEAK_BF16_FLOPS), None)
-    )
+    rates = (PEAK_BF16_FLOPS[word] for word in words if word in PEAK_BF16_FLOPS)
+    return None if CARDS & {*words} else next(rates, None)

@@ -119,6 +119,9 @@ def contents(study: Study, root: Path | str, command: str) -> Contents:
     again = [commands.request(f"--from {shlex.quote(path)}") for path in study.runs["path"]]
     why = study.runs["leaves_plan"].where(study.runs["state"] == "done", study.runs["reason"])
     runs = list(study.runs.assign(again=again, why=why).itertuples())
+    git = provenance.git_facts(provenance.PACKAGE.parent)
+    commit = f", commit {git['sha'][:12]}{' with local changes' * git['dirty']}" if git else ""
+    now, version = datetime.now(UTC).isoformat(timespec="seconds"), provenance.versions(())["harness"]
     return Contents(
         study=study,
         outcome=judged.outcome.value if judged else "NOT JUDGED",
@@ -128,7 +131,7 @@ def contents(study: Study, root: Path | str, command: str) -> Contents:
         failures=[(row, _error(row.path)) for row in runs if row.state not in GOES_ON],
         origin=Table.of("Provenance", "", ORIGIN, runs),
         commands=[*([ask_again(root, study.name)] if read_study(Path(root), study.name) else []), command],
-        made=_made(),
+        made=f"{now} by harness {version}{commit}",
     )
 
 
@@ -143,12 +146,6 @@ JUDGED = (
     "rounding explains it used up (of the bound). Smallest error seen: the relative error in the scale of all "
     "gradients from which on this pair would have been called DIFFERENT."
 )
-
-
-def _made() -> str:
-    git = provenance.git_facts(provenance.PACKAGE.parent)
-    commit = f", commit {git['sha'][:12]}{' with local changes' * git['dirty']}" if git else ""
-    return f"{datetime.now(UTC).isoformat(timespec='seconds')} by harness {provenance.versions(())['harness']}{commit}"
 
 
 def _verdicts(study: Study) -> Table:

@@ -212,10 +212,9 @@ class Loop:
 
     def _looked(self) -> dict[str, Any]:
         """Cost of the steps that this attempt has looked at and recomputed, which no step's time contains."""
-        checks = self.step_checks
-        if checks is None:
+        if self.step_checks is None:
             return {}
-        cadence, seconds = checks.cadence, checks.again_s
+        cadence, seconds = self.step_checks.cadence, self.step_checks.again_s
         found = {"step_checks": {"steps": cadence.steps, "every": cadence.every, "seconds": cadence.looking_s}}
         again = {"worked_out_again": {"steps": len(seconds), "seconds": sum(seconds.values())}}
         return found | again if seconds else found

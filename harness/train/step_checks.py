@@ -257,20 +257,26 @@ class StepChecks(Callback):
             yield
 
     def reduced(self, step: int, engine: Engine) -> None:
-        if self.cadence.looks(step):
-            with self.cadence.looking():
-                self._look_at_gradients(engine)
+        """Observe this rank's rows of gradients among the ranks with copies, in the places of its pieces.
 
-    def _look_at_gradients(self, engine: Engine) -> None:
-        self._settle()
-        gradients = engine.local_gradients()
-        if gradients is None:
+        Differences between copies show in the weights after the step (`dissent`).
+        """
+        if not self.cadence.looks(step):
             return
-        self.summed.put("reduced", self._of_gradients(gradients))
-        self.gradient_sample = self.sample.gradients(gradients)
-        if self.matrices is not None:
-            self.matrices.reduced(gradients)
-        self.gradient_unit = max((unit_of(gradient.dtype) for gradient in gradients.values()), default=0.0)
+        with self.cadence.looking():
+            self._settle()
+            gradients = engine.local_gradients()
+            if gradients is None:
+                return
+            found = [
+                NOTHING if (own := gradients.get(piece.name)) is None else piece.sketch(self.signs, own, portion)
+                for piece, portion in zip(self.pieces, self.portions, strict=True)
+            ]
+            self.summed.put("reduced", Sketch.stack(found))
+            self.gradient_sample = self.sample.gradients(gradients)
+            if self.matrices is not None:
+                self.matrices.reduced(gradients)
+            self.gradient_unit = max((unit_of(gradient.dtype) for gradient in gradients.values()), default=0.0)
 
     def after(self, step: int, lr: float, grad_norm: float, engine: Engine) -> None:
         """Observe the state after the step, and begin the sum to the first rank, which `step` waits for."""
@@ -379,17 +385,6 @@ class StepChecks(Callback):
             self.writer.close()
 
     # -- helpers -----------------------------------------------------------------------------------------------------
-
-    def _of_gradients(self, gradients: Mapping[str, Tensor]) -> Sketch:
-        """Sketches of this rank's rows of gradients among the ranks with copies, in the places of its pieces.
-
-        Differences between copies show in the weights after the step (`dissent`).
-        """
-        found = []
-        for piece, portion in zip(self.pieces, self.portions, strict=True):
-            gradient = gradients.get(piece.name)
-            found.append(NOTHING if gradient is None else piece.sketch(self.signs, gradient, portion))
-        return Sketch.stack(found)
 
     def _kept(self, found: Sketch, values: Values) -> Tensor:
         assert self.left is not None

@@ -87,7 +87,9 @@ class MegatronEngine(ShardedEngine):
         self.weights = dict(module.named_parameters())
         self.trained = {name: weight for name, weight in self.weights.items() if weight.requires_grad}
         self.groups: list[Any] = list(self.model.param_and_grad_buffer.parameter_groups)
-        self.group = self._shard_group(mesh)
+        if self.shards_state:
+            over_all = config.mesh.dp_outer > 1 and config.sharding.outer is OuterStrategy.optim
+            self.group = dist.group.WORLD if over_all else mesh[INNER].get_group()
         self.optimizer = self._optimizer(package)
         self.pieces = self._pieces()
 
@@ -136,8 +138,24 @@ class MegatronEngine(ShardedEngine):
         }
 
     def accounted_bytes(self) -> dict[str, int]:
-        """Bytes by role; modules outside units stay gathered, and count as compute weights."""
-        total = self._bytes_of_buffers()
+        """Bytes by role, padding apart; modules outside units stay gathered, and count as compute weights."""
+        total = dict.fromkeys(("compute_weights", "main_weights", "main_grads", "optimizer", "padding", "buffers"), 0)
+        for group in self.groups:
+            compute = group.hfsdp_helper_wbuf or group.model_weight_buffer
+            for role, buffer in (
+                ("compute_weights", compute),
+                ("main_weights", group.main_weight_buffer),
+                ("main_grads", group.hfsdp_helper_gbuf or group.main_grad_buffer),
+            ):
+                if buffer is not None:
+                    spans = (buffer.locate_item_in_global_item(item) for item in range(len(buffer.params)))
+                    used = sum(end - start for start, end in spans)
+                    total[role] += used * buffer.dtype.itemsize
+                    total["padding"] += (buffer.data_size - used) * buffer.dtype.itemsize
+            if compute is None:  # no_shard: the parameters are what the module was built with
+                total["compute_weights"] += sum(param.nbytes for param in group.params)
+            elif compute.is_data_distributed and group.fsdp_unit_id is None:
+                total["compute_weights"] += compute.bucket_index.size * compute.dtype.itemsize
         state = self.state().tensors
         total["optimizer"] = sum(value.nbytes for key, value in state.items() if key.startswith("optimizer/"))
         total["buffers"] = sum(buffer.nbytes for buffer in self.model.module.buffers())
@@ -171,34 +189,6 @@ class MegatronEngine(ShardedEngine):
             "outer_dp_sharding_strategy": self.config.sharding.outer.name,
         }
 
-    def _shard_group(self, mesh: Any) -> dist.ProcessGroup | None:
-        if not self.shards_state:
-            return None
-        if self.config.mesh.dp_outer > 1 and self.config.sharding.outer is OuterStrategy.optim:
-            return dist.group.WORLD
-        group: dist.ProcessGroup = mesh[INNER].get_group()
-        return group
-
-    def _bytes_of_buffers(self) -> dict[str, int]:
-        """Bytes of persistent storage by role, padding apart."""
-        total = dict.fromkeys(("compute_weights", "main_weights", "main_grads", "optimizer", "padding", "buffers"), 0)
-        for group in self.groups:
-            compute = group.hfsdp_helper_wbuf or group.model_weight_buffer
-            for role, buffer in (
-                ("compute_weights", compute),
-                ("main_weights", group.main_weight_buffer),
-                ("main_grads", group.hfsdp_helper_gbuf or group.main_grad_buffer),
-            ):
-                if buffer is not None:
-                    used = _used(buffer)
-                    total[role] += used * buffer.dtype.itemsize
-                    total["padding"] += (buffer.data_size - used) * buffer.dtype.itemsize
-            if compute is None:  # no_shard: the parameters are what the module was built with
-                total["compute_weights"] += sum(param.nbytes for param in group.params)
-            elif compute.is_data_distributed and group.fsdp_unit_id is None:
-                total["compute_weights"] += compute.bucket_index.size * compute.dtype.itemsize
-        return total
-
     def _optimizer(self, package: Any) -> Any:
         shapes = {name: weight.shape for name, weight in self.trained.items()}
         config = self.config.optimizer
@@ -212,11 +202,6 @@ def _user_buffers(config: Config, device: torch.device) -> dict[str, bool]:
     if config.nccl_ub.mode is Registration.none or device.type != "cuda":
         return {}
     return {"nccl_ub": True, "disable_symmetric_registration": not config.nccl_ub.symmetric}
-
-
-def _used(buffer: Any) -> int:
-    spans = (buffer.locate_item_in_global_item(item) for item in range(len(buffer.params)))
-    return sum(end - start for start, end in spans)
 
 
 @torch.no_grad()

@@ -17,7 +17,7 @@ from xml.etree import ElementTree
 from harness.config.errors import refuse
 from harness.config.words import ask_again
 from harness.parity.outcome import REFUTED, Finding, Grade, Outcome, StudyVerdict, Verdict, grade, percent
-from harness.parity.record import Record, load
+from harness.parity.record import load
 from harness.parity.telling.wording import ALWAYS, OUTCOMES, capturing
 from harness.parity.tiers.arithmetic import of_piece
 from harness.parity.tiers.envelope import Envelope
@@ -218,7 +218,13 @@ def zoom(arm: Path, control: Path, tensor: str, *, step: int = 1) -> str:
         checksums.demand(Path(path))
     left, right = load(Path(arm)), load(Path(control))
     for run in (left, right):
-        _require(run, tensor, step)
+        if step not in run.captures:
+            held = ", ".join(map(str, sorted(run.captures))) or "none"
+            fix = commands.request(f"--from {commands.shown(run.path)} {capturing(run, [step])}")
+            raise refuse(f"--step {step}", f"{run.name} did not capture it", choices=held, fix=fix)
+        if tensor not in run.captures[step].tensors:
+            choices = ", ".join(sorted(run.captures[step].tensors))
+            raise refuse(f"--tensor {tensor}", f"{run.name} has no such tensor at step {step}", choices=choices)
     pair = compare_tensor(tensor, left.captures[step], right.captures[step])
     envelope = Envelope.of(left, right)
     whole = envelope.tensor(tensor, pair.numel)
@@ -236,13 +242,3 @@ def zoom(arm: Path, control: Path, tensor: str, *, step: int = 1) -> str:
         values = run.captures[step].values(tensor).ravel()[begins]
         lines.append(f"{what:9} {' '.join(f'{value:+.5e}' for value in values)} ...")
     return "\n".join(lines)
-
-
-def _require(run: Record, tensor: str, step: int) -> None:
-    if step not in run.captures:
-        held = ", ".join(map(str, sorted(run.captures))) or "none"
-        fix = commands.request(f"--from {commands.shown(run.path)} {capturing(run, [step])}")
-        raise refuse(f"--step {step}", f"{run.name} did not capture it", choices=held, fix=fix)
-    if tensor not in run.captures[step].tensors:
-        choices = ", ".join(sorted(run.captures[step].tensors))
-        raise refuse(f"--tensor {tensor}", f"{run.name} has no such tensor at step {step}", choices=choices)
