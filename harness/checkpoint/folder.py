@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from harness.checkpoint import tensor_file
-from harness.checkpoint.manifest import Damaged, Manifest
+from harness.checkpoint.manifest import Damaged, FileEntry, Manifest
+from harness.store import checksums
 from harness.store.errors import StoreError
 from harness.store.files import private_folder
 
@@ -73,7 +73,7 @@ def damage(path: Path, manifest: Manifest, names: Iterable[str]) -> list[str]:
     for name in names:
         right = manifest.files[name]
         try:
-            held = tensor_file.digest_of(path / name)
+            held = FileEntry(**checksums.of_file(path / name))
         except FileNotFoundError:
             found.append(f"{name} is missing")
             continue

@@ -30,21 +30,23 @@ def report_arguments(parser: ArgumentParser) -> None:
 
 
 def run_report(arguments: Namespace) -> int:
-    root, name = _where(arguments)
+    root, name = located(arguments.root, arguments.study)
+    store = Store(root)
+    if not store.runs(name) and (Path(name).name != name or read_study(store.root, name) is None):
+        raise unknown(f"report {arguments.study}", Path(root), name)
     try:
         from harness.analysis.judge import study
         from harness.report.contents import contents
         from harness.report.page import page
     except ImportError as error:
-        raise refuse(
-            "report", f"needs {error.name}, which is not installed", fix=commands.install("analysis")
-        ) from None
+        problem = f"needs {error.name}, which is not installed"
+        raise refuse("report", problem, fix=commands.install("analysis")) from None
     sources = {"sources": None} if arguments.archived else {}
     found = study(root, name, verdict=_against(arguments, root, name, sources), **sources)
     flags = " --archived" * arguments.archived
     flags += f" --control {shlex.quote(arguments.control)}" if arguments.control else ""
     report = contents(found, root, commands.verb(f"report {shlex.quote(name)}{flags}", root))
-    target = arguments.out or Store(root).root / name / PAGE
+    target = arguments.out or store.root / name / PAGE
     write(target, page(report), "report STUDY --out")
     print(f"{report.outcome}: {target}")
     say_next(arguments, f"watch {shlex.quote(arguments.study)}")
@@ -61,12 +63,3 @@ def _against(arguments: Namespace, root: str, name: str, sources: dict[str, None
     control = store.root / name / arguments.control
     path = control if (control / CONFIG).is_file() else store.find(arguments.control).path
     return replace(against([run.path for run in store.runs(name)], path, **sources), study=name)
-
-
-def _where(arguments: Namespace) -> tuple[str, str]:
-    """Store and name of a study, also from its folder. Raises `BadRequest`: no such study."""
-    root, name = located(arguments.root, arguments.study)
-    store = Store(root)
-    if not store.runs(name) and (Path(name).name != name or read_study(store.root, name) is None):
-        raise unknown(f"report {arguments.study}", Path(root), name)
-    return root, name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from operator import attrgetter
 from typing import Any
 
 from harness.config.own import capabilities_of
@@ -61,17 +62,15 @@ def own_sum(wire: Dtype, sums_itself: bool) -> Dtype:
 
 
 def engine_options(cfg: Config) -> dict[str, Any]:
-    found = {name: _chosen(cfg, each.setting) for name, each in options.OPTIONS.items() if each.setting}
+    found: dict[str, Any] = {}
+    for name, each in options.OPTIONS.items():
+        if each.setting:
+            opposite, _, path = each.setting.rpartition(" ")
+            value = attrgetter(path)(cfg)
+            found[name] = not value if opposite else value
     if found["watchdog_timeout_s"] is None:  # sooner than the watch that ends a run without a step
         found["watchdog_timeout_s"] = 0.8 * cfg.launch.hang_timeout_s
     return found
-
-
-def _chosen(cfg: Config, setting: str) -> Any:
-    opposite, _, path = setting.rpartition(" ")
-    group, name = path.split(".")
-    value = getattr(getattr(cfg, group), name)
-    return not value if opposite else value
 
 
 def fixed_buffers(cfg: Config) -> bool:

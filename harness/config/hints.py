@@ -14,18 +14,7 @@ from harness.config.doc import as_typed, settings
 from harness.config.errors import BadRequest, Violation
 from harness.store.commands import page
 
-
-def _synonyms(table: str) -> dict[str, str]:
-    """Word -> its meaning, of `meaning: word word`, several on a line; of an option's word, after its group's name."""
-    found: dict[str, str] = {}
-    for meaning, words in re.findall(r"(\S+): ([^;\n]+)", table):
-        group, sign, _ = meaning.partition("=")
-        found |= {f"{group}={word}" if sign else word: meaning for word in words.split()}
-    return found
-
-
-SYNONYMS = _synonyms(
-    """
+MEANINGS = """
     sharding=no_shard: zero0 ddp replicate none; sharding=optim: zero1; sharding=optim_grads: zero2 shard_grad_op
     sharding=optim_grads_params: zero3 fsdp fsdp2 full_shard; sharding: strategy zero; engine=native: fsdp
     engine=ddp: torch_ddp; dtype=fp32: float32 float; dtype=bf16: mixed amp; dtype=fp64: float64 double
@@ -38,20 +27,24 @@ SYNONYMS = _synonyms(
     data.seq_len: context_length; model.experts_per_token: top_k; ckpt: checkpoint; engine: backend
     launch.root: output_dir; measure.step_checks: vouch; measure.step_checks_limit_mib: vouch_limit_mib
     engine.transport: eager_limit_bytes; cluster.additional: gres
-    """
-)
+"""
+SYNONYMS = {
+    f"{meaning.partition('=')[0]}={word}" if "=" in meaning else word: meaning
+    for meaning, words in re.findall(r"(\S+): ([^;\n]+)", MEANINGS)
+    for word in words.split()
+}
 """Words of other programs: `group=word` and keys."""
 
 
-def nearest(word: str, pool: Iterable[str], count: int = 3) -> list[str]:
+def nearest(word: str, pool: Iterable[str]) -> list[str]:
     names, lower = list(pool), word.lower()
     leaf = lower.rpartition(".")[2]
     same_leaf = [n for n in names if n.rpartition(".")[2] == leaf]
-    close = difflib.get_close_matches(lower, names, count, 0.6)
+    close = difflib.get_close_matches(lower, names, 3, 0.6)
     by_leaf = {n.rpartition(".")[2]: n for n in reversed(names)}
-    close_leaf = [by_leaf[n] for n in difflib.get_close_matches(leaf, by_leaf, count, 0.75)]
+    close_leaf = [by_leaf[n] for n in difflib.get_close_matches(leaf, by_leaf, 3, 0.75)]
     holding = [n for n in names if len(lower) > 2 and n.rpartition(".")[2].startswith(leaf)]
-    return (same_leaf or list(dict.fromkeys(close + close_leaf + holding)))[:count]
+    return (same_leaf or list(dict.fromkeys(close + close_leaf + holding)))[:3]
 
 
 def explain_key(key: str) -> Violation:

@@ -35,12 +35,6 @@ def setting(key: str, value: object) -> str:
     return shlex.quote(f"{key}={as_word(value)}")
 
 
-def in_store(root: Path | str, folder: str = "") -> tuple[str, ...]:
-    there = Path(root).absolute()
-    usual = there == Path(folder).absolute() / commands.USUAL
-    return () if usual else (setting("launch.root", str(there if folder else root)),)
-
-
 def ask_again(root: Path | str, study: str, *more: str) -> str:
     """Command that repeats a study's request in its store.
 
@@ -50,4 +44,7 @@ def ask_again(root: Path | str, study: str, *more: str) -> str:
     """
     words, folder = asked(Path(root), study)
     elsewhere = folder if os.path.isdir(folder) and not os.path.samefile(folder, os.curdir) else ""
-    return commands.request(" ".join(["-m", shlex.join(words), *more, *in_store(root, elsewhere)]), elsewhere)
+    there = Path(root).absolute()
+    if there != Path(elsewhere).absolute() / commands.USUAL:
+        more += (setting("launch.root", str(there if elsewhere else root)),)
+    return commands.request(" ".join(["-m", shlex.join(words), *more]), elsewhere)

@@ -26,6 +26,7 @@ class Reread:
 
     def __init__(self, config: Config, data_rank: int) -> None:
         self._config, self._data_rank = config, data_rank
+        self._own = microbatches_per_rank(config) * config.train.microbatch_size
         self._source: Source
         match config.data.kind:
             case DataKind.ext:
@@ -38,10 +39,6 @@ class Reread:
     def first(self, step: int) -> int:
         """First position of this rank in a step, which is counted from 1."""
         return (step - 1) * self._config.train.global_batch_size + self._data_rank * self._own
-
-    @property
-    def _own(self) -> int:
-        return microbatches_per_rank(self._config) * self._config.train.microbatch_size
 
     def sequences(self, step: int) -> Tokens:
         """[sequences, seq_len + 1], in the order of positions."""

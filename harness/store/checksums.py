@@ -42,10 +42,10 @@ BLOCK = 2**18
 def write(run: Path) -> str:
     """List a run's files; returns the list's own checksum, for its status.
 
-    Raises `StoreError`: a file cannot be read. `OSError`: the list cannot be written.
+    Raises `StoreError` or `OSError`: a file cannot be read, or the list be written.
     """
-    write_json(run / CHECKSUMS, {"version": VERSION, "files": {name: _sum(run / name) for name in _recorded(run)}})
-    return str(_sum(run / CHECKSUMS)["xxh3"])
+    write_json(run / CHECKSUMS, {"version": VERSION, "files": {name: of_file(run / name) for name in _recorded(run)}})
+    return str(of_file(run / CHECKSUMS)["xxh3"])
 
 
 def renew(run: Path) -> None:
@@ -64,7 +64,7 @@ def damage(run: Path, *names: str) -> dict[str, str] | None:
     if not ended.checksums and not (there and ended.state is State.done):
         return None
     try:
-        if _sum(run / CHECKSUMS)["xxh3"] != ended.checksums:
+        if of_file(run / CHECKSUMS)["xxh3"] != ended.checksums:
             return {CHECKSUMS: f"{CHECKSUMS} is not the list that {status.FILE} names"}
         files = _listed(run)
     except (OSError, StoreError) as error:
@@ -101,16 +101,16 @@ def _listed(run: Path) -> Mapping[str, Mapping[str, Any]]:
 
 def _is(path: Path, entry: Mapping[str, Any]) -> bool:
     try:
-        return path.stat().st_size == entry["bytes"] and _sum(path) == entry
+        return path.stat().st_size == entry["bytes"] and of_file(path) == entry
     except (OSError, StoreError):
         return False
 
 
-def _sum(path: Path) -> dict[str, Any]:
-    """Bytes of a file and their XXH3-128 in hex. Raises `StoreError` or `OSError`: it cannot be read."""
+def of_file(path: Path) -> dict[str, Any]:
+    """Bytes of a file and their XXH3-128 in hex. Raises `FileNotFoundError`; `StoreError`, `OSError`: unreadable."""
     file = open_regular(path)
     if file is None:
-        raise StoreError(f"{path.name} is missing")
+        raise FileNotFoundError(f"{path.name} is missing")
     digest, size = xxhash.xxh3_128(), 0
     with file:
         for block in iter(partial(file.read, BLOCK), b""):

@@ -76,7 +76,12 @@ class MetricsWriter:
     """Appends records to `metrics.jsonl`. One process writes; any number may read meanwhile."""
 
     def __init__(self, path: Path) -> None:
-        _cut_torn_end(path)
+        with suppress(FileNotFoundError), path.open("rb+") as file:
+            if size := file.seek(0, os.SEEK_END):
+                with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:  # the record of a long run is large
+                    whole = data.rfind(b"\n") + 1
+                if whole != size:  # torn
+                    file.truncate(whole)
         self.path = path
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
 
@@ -99,15 +104,6 @@ class MetricsWriter:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
-
-
-def _cut_torn_end(path: Path) -> None:
-    with suppress(FileNotFoundError), path.open("rb+") as file:
-        if size := file.seek(0, os.SEEK_END):
-            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:  # the record of a long run is large
-                whole = data.rfind(b"\n") + 1
-            if whole != size:
-                file.truncate(whole)
 
 
 def iter_metrics(path: Path, shape: Mapping[str, Shape] = STEP) -> Iterator[dict[str, Any]]:

@@ -68,19 +68,15 @@ def desk_facts(peers: Iterable[str] = ()) -> dict[str, Any]:
     }
 
 
-def machine_facts(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
+def machine_facts() -> dict[str, Any]:
     system = os.uname()  # `platform.platform()` starts `uname -p`
     return {
         "platform": f"{system.sysname}-{system.release}-{system.machine}",
         "machine": platform.machine(),
         "cpu_model": cpu_model(),
         "cpu_count": os.cpu_count(),
-        "environment": allowed(environment),
+        "environment": {name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
     }
-
-
-def allowed(environment: Mapping[str, str]) -> dict[str, str]:
-    return {name: environment[name] for name in ENVIRONMENT if name in environment}
 
 
 def versions(names: Iterable[str] = PACKAGES) -> dict[str, str]:

@@ -9,7 +9,7 @@ import functools
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,10 @@ def expand(study: StudyConfig, words: Sequence[Word]) -> list[Point]:
     _check_file(study)
     typed = {word.key for word in words}
     base = {key: value for key, value in study.base.items() if key not in typed}
-    axes = [*_file_axes(study, typed), *([{word.key: value} for value in word.values] for word in words)]
+    axes = [[{key: value} for value in values] for key, values in study.grid.items() if key not in typed]
+    if zipped := {key: values for key, values in study.zip.items() if key not in typed}:
+        axes.append([dict(zip(zipped, row, strict=True)) for row in zip(*zipped.values(), strict=True)])
+    axes += [[{word.key: value} for value in word.values] for word in words]
     if study.replicates > 1 and "train.replicate" not in typed:
         axes.append([{"train.replicate": str(number)} for number in range(study.replicates)])
     if (count := math.prod(map(len, axes))) > MAX_SWEEP:
@@ -76,15 +79,6 @@ def expand(study: StudyConfig, words: Sequence[Word]) -> list[Point]:
 
 def _texts(assignment: Assignment) -> tuple[str, ...]:
     return tuple(f"{key}={value}" for key, value in assignment.items())
-
-
-def _file_axes(study: StudyConfig, typed: set[str]) -> Iterator[list[Assignment]]:
-    for key, values in study.grid.items():
-        if key not in typed:
-            yield [{key: value} for value in values]
-    zipped = {key: values for key, values in study.zip.items() if key not in typed}
-    if zipped:
-        yield [dict(zip(zipped, row, strict=True)) for row in zip(*zipped.values(), strict=True)]
 
 
 def _check_file(study: StudyConfig) -> None:
@@ -181,14 +175,6 @@ class Composer:
     def cell(self, overrides: Sequence[str]) -> Cell:
         """Compose, check and freeze one cell. Raises `BadRequest`, as `compose_cell`."""
         chosen = tuple(hydra_words([text for text in overrides if text.partition("=")[0] in self._groups]))
-        values = self._with_options(chosen)
-        for text in overrides:
-            if text.partition("=")[0] not in self._groups:
-                override = self._parse(text)
-                put(values, override.key_or_group, override.value())
-        return freeze(values, overrides)
-
-    def _with_options(self, chosen: tuple[str, ...]) -> dict[str, Any]:
         apart = chosen_apart(chosen)
         asked = tuple(text for text in chosen if text not in apart)
         if asked not in self._composed:
@@ -198,7 +184,11 @@ class Composer:
         values: dict[str, Any] = copied(self._composed[asked])
         for group, own in apart.values():
             values[group] = copied({**defaults()[group], **own})
-        return values
+        for text in overrides:
+            if text.partition("=")[0] not in self._groups:
+                override = self._parse(text)
+                put(values, override.key_or_group, override.value())
+        return freeze(values, overrides)
 
 
 def desired(points: Sequence[Point], composer: Composer) -> Desired:

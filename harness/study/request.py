@@ -96,12 +96,9 @@ def run_job(cfg: DictConfig) -> float | None:
     if code:
         look = commands.verb(f"show {shlex.quote(str(run.path))}")
         raise JobFailed(code, f"{run.path}: not done (exit code {code}); {look}")
-    return None if cell.typed.launch.dry_run else _objective(run, cell.typed.study.objective)
-
-
-def _objective(run: RunDir, name: str) -> float | None:
-    if not run.summary.exists() or not (records := tail(run.metrics)):
+    if cell.typed.launch.dry_run or not run.summary.exists() or not (records := tail(run.metrics)):
         return None
+    name = cell.typed.study.objective
     numbers = {key: value for key, value in records[-1].items() if isinstance(value, int | float)}
     if name not in numbers:
         choices = ", ".join(sorted(numbers))

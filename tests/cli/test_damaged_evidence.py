@@ -195,7 +195,7 @@ def lists_its_diff(run: Path) -> None:
     listed["files"] |= {"diff.patch": {"bytes": 1, "xxh3": "0"}}
     (run / checksums.CHECKSUMS).write_text(json.dumps({**listed, "attempts": 1}))
     (run / "diff.patch").unlink()
-    status.note(run, checksums=str(checksums._sum(run / checksums.CHECKSUMS)["xxh3"]))
+    status.note(run, checksums=str(checksums.of_file(run / checksums.CHECKSUMS)["xxh3"]))
 
 
 def older(run: Path) -> None:
@@ -210,7 +210,7 @@ test_a_mutant_is_found = finds(
     AREA,
     expectations_that_fail="""
         sizes alone: Checksums are not compared
-            store.checksums._is: _sum(path) == entry => True
+            store.checksums._is: of_file(path) == entry => True
         missing is nothing: A file that is gone is no damage
             store.checksums._is: return False => return True
         any list: Any list is believed

@@ -240,7 +240,7 @@ test_a_mutant_is_found = finds(
             ()
             train=mine: no such option
         next: another store: What is missing is trained into ./runs of this folder
-            config.words.in_store: if usual else => if True else
+            config.words.ask_again: if there != => if False and there !=
             ()
             my work/runs/two
     """,

@@ -141,9 +141,9 @@ test_a_mutant_is_found = each_found_by(
     the base wins: The base of a study wins over its axes
         study.cells.expand: arm |= assignment => arm = assignment | arm
     a typed axis multiplies: An axis of the file stays beside what is typed for it
-        study.cells._file_axes: if key not in typed: => if key:
+        study.cells.expand: study.grid.items() if key not in typed] => study.grid.items() if key]
     a typed key stays zipped: A zipped axis keeps a key that is typed
-        study.cells._file_axes: if key not in typed} => if key}
+        study.cells.expand: study.zip.items() if key not in typed} => study.zip.items() if key}
     replicates from 1: Replicates count from 1
         study.cells.expand: range(study.replicates) => range(1, study.replicates + 1)
     a typed replicate multiplies: Replicates of the file multiply a typed one

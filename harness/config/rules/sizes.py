@@ -12,7 +12,7 @@ from harness.config.doc import settings
 from harness.config.errors import Violation
 from harness.config.own import described
 from harness.config.rules.request import STEP_LISTS, Request, Rule, refusal, rule
-from harness.config.schema import Config, DataConfig, DataKind, ModelFamily
+from harness.config.schema import DataConfig, DataKind, ModelFamily
 
 DECODERS = (ModelFamily.llama, ModelFamily.moe)
 
@@ -143,18 +143,15 @@ def parts_are_even(request: Request) -> Iterator[Violation]:
 _counted = functools.lru_cache(maxsize=64)(lambda *settings: count_sequences(DataConfig(*settings)))
 
 
-def _num_sequences(config: Config) -> int | None:
-    if config.data.kind is DataKind.ext:
-        found = described("data", config)
-        return None if found is None else int(found.answer["num_sequences"])
-    return _counted(*astuple(replace(config.data, order_seed=0)))
-
-
 @rule("data.seq_len", "data.header_bytes", "data.num_sequences", "train.global_batch_size")
 def source_fills_a_batch(request: Request) -> Iterator[Violation]:
     data, batch = request.config.data, request.config.train.global_batch_size
     try:
-        count = _num_sequences(request.config)
+        if data.kind is DataKind.ext:
+            found = described("data", request.config)
+            count = None if found is None else int(found.answer["num_sequences"])
+        else:
+            count = _counted(*astuple(replace(data, order_seed=0)))
     except (ValueError, OSError) as error:
         choices = "" if data.path else "stdlib, text, tokens, synthetic, ext"
         yield Violation(describe(data), str(error), choices, "data=stdlib needs no file")
