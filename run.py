@@ -14,8 +14,6 @@ if __name__ == "__main__":  # asked to end while we import: nothing has begun th
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2, signal.SIGINT):
         if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
             signal.signal(number, lambda number, _: os._exit(130 if number == signal.SIGINT else 75))
-
-if __name__ == "__main__":
     interpreter.require()
 
 os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come to us, to be explained, instead of being printed by Hydra
@@ -34,7 +32,7 @@ from harness.cli.arguments import Arguments, read_arguments
 from harness.cli.failure import exit_code, listen_to_interrupts, request_errors, standard_streams, tell
 from harness.cli.main import request_help
 from harness.config.catalog import ROOT
-from harness.config.compose import Cell, compose, compose_cell, register
+from harness.config.compose import compose, compose_cell, register
 from harness.config.errors import refuse
 from harness.config.hydra_settings import check_hydra
 from harness.store import commands
@@ -127,22 +125,20 @@ def as_rank(argv: list[str], place: RankPlace) -> int:
     if place.rank:
         return work(ask(folder, place), place)
     try:
-        return open_and_work(_cell(arguments), folder, place)
+        return open_and_work(arguments, folder, place)
     except Exception as error:
         code = exit_code(error) if isinstance(error, request_errors()) else 1
         publish(folder, place, Answer(exit_code=code)).join(LINGER_S)
         raise
 
 
-def _cell(arguments: Arguments) -> Cell:
+def open_and_work(arguments: Arguments, folder: Path, place: RankPlace) -> int:
     if arguments.frozen is not None:
-        return replay_run(arguments.frozen, arguments.overrides)
-    register_study(arguments.overrides)
-    refuse_study(arguments.overrides)
-    return compose(arguments.overrides)
-
-
-def open_and_work(cell: Cell, folder: Path, place: RankPlace) -> int:
+        cell = replay_run(arguments.frozen, arguments.overrides)
+    else:
+        register_study(arguments.overrides)
+        refuse_study(arguments.overrides)
+        cell = compose(arguments.overrides)
     # From here on a status says that the run is running: a request to stop waits for the worker, which listens.
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     answer, lock = lead(cell)

@@ -76,7 +76,8 @@ class Watching:
         for optimizer in self.optimizers:
             self._handles.append(optimizer.register_step_pre_hook(guard(self._before_update)))
         for model in self.models:
-            if any(_is_compiled(each) for each in model.modules()):
+            kinds = ((type(each).__name__, getattr(each, "_compiled_call_impl", None)) for each in model.modules())
+            if any(name == "OptimizedModule" or compiled is not None for name, compiled in kinds):
                 continue  # its hooks would be compiled too
             self._handles.append(model.register_forward_hook(guard(self._forward_ended)))
             hooks = ParameterHooks(model, guard(self._local_gradient), lambda name, weight: None)
@@ -237,10 +238,6 @@ class Watching:
         return {
             name: digest(self.shards[name], local.to(dtype or local.dtype)) for name, local in self.weights().items()
         }
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
 
 
 def optimizers_of(optimizer: Any) -> list[Optimizer]:

@@ -54,7 +54,14 @@ class Checkpoints:
         self.ranks = ranks
         self.control = control
         self.warn = warn
-        self.layout = layout_of(config)
+        self.layout = {
+            "engine": config.engine.name.name,
+            "strategy": config.sharding.strategy.name,
+            "outer": config.sharding.outer.name,
+            "world_size": config.mesh.world_size,
+            "dp_outer": config.mesh.dp_outer,
+            "main_params": config.dtype.main_params.name,
+        }
 
     # -- saving ------------------------------------------------------------------------------------------------------
 
@@ -279,17 +286,6 @@ class Checkpoints:
             if reason is not None:
                 raise RuntimeError(f"checkpoint: rank {rank} cannot {what}: {reason}") from fault
         return [found for found, _ in told]
-
-
-def layout_of(config: Config) -> dict[str, Any]:
-    return {
-        "engine": config.engine.name.name,
-        "strategy": config.sharding.strategy.name,
-        "outer": config.sharding.outer.name,
-        "world_size": config.mesh.world_size,
-        "dp_outer": config.mesh.dp_outer,
-        "main_params": config.dtype.main_params.name,
-    }
 
 
 def data_position(config: Config, step: int) -> dict[str, Any]:

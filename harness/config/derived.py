@@ -81,24 +81,6 @@ def wants_infiniband_sharp(cfg: Config) -> bool:
     return cfg.sharp.group.is_asked and cfg.sharp.infiniband
 
 
-def parameter_count(cfg: Config) -> int:
-    return model_parameters(cfg.model)
-
-
-def model_parameters(m: ModelConfig) -> int:
-    """Weights of a model of these sizes; of the user's own as counted before, 0 where that failed."""
-    if m.family is ModelFamily.ext:
-        return m.parameters or 0
-    return _odd_parameters(m) if m.family is ModelFamily.odd else _decoder_parameters(m)
-
-
-def _decoder_parameters(m: ModelConfig) -> int:
-    is_moe, kv_dim = m.family is ModelFamily.moe, m.dim // max(1, m.num_heads) * m.num_kv_heads
-    experts, embeddings = m.num_experts if is_moe else 1, m.vocab_size * (1 if m.tie_embeddings else 2)
-    block = 2 * m.dim + 2 * kv_dim + 3 * experts * m.ffn_dim + experts * is_moe + 2
-    return (m.num_layers * block + embeddings + 1) * m.dim
-
-
 ODD_KERNEL, ODD_RANK, ODD_CELLS, ODD_TAPS = 3, 7, 3 * 5, 3
 """Fixed sizes of the odd family: positions of the convolution, width of the low-rank path, positional cells, and
 weights of each mixture."""
@@ -107,7 +89,19 @@ ODD_SIDE_MODULUS = 3
 """Sequences whose first token is a multiple of it take the odd family's side branch."""
 
 
-def _odd_parameters(m: ModelConfig) -> int:
+def parameter_count(cfg: Config) -> int:
+    return model_parameters(cfg.model)
+
+
+def model_parameters(m: ModelConfig) -> int:
+    """Weights of a model of these sizes; of the user's own as counted before, 0 where that failed."""
+    if m.family is ModelFamily.ext:
+        return m.parameters or 0
+    if m.family is not ModelFamily.odd:
+        is_moe, kv_dim = m.family is ModelFamily.moe, m.dim // max(1, m.num_heads) * m.num_kv_heads
+        experts, embeddings = m.num_experts if is_moe else 1, m.vocab_size * (1 if m.tie_embeddings else 2)
+        block = 2 * m.dim + 2 * kv_dim + 3 * experts * m.ffn_dim + experts * is_moe + 2
+        return (m.num_layers * block + embeddings + 1) * m.dim
     square, vectors = m.dim * m.dim, m.dim
     convolution = ODD_KERNEL * square + vectors
     feed_forward = 2 * m.dim * m.ffn_dim + m.ffn_dim

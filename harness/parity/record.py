@@ -241,13 +241,9 @@ def _step_problems(columns: Mapping[str, Sequence[Any]], expected: int, required
         f"metrics.jsonl is damaged: step {step} has no {key}"
         for key in required
         for step, value in enumerate(columns[key], start=1)
-        if not (_is_number(value) if key in NUMBERS else value)
+        if (type(value) not in (int, float) if key in NUMBERS else not value)
     ]
     return broken[:1]
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _summary_problems(run: RunDir, summary: Mapping[str, Any] | None, required: Sequence[str]) -> list[str]:

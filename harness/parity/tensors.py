@@ -205,7 +205,8 @@ def _take(found: Steps, step: int, header: _Header) -> None:
     if gradients is not None:
         found.gradients[step] = gradients
         try:
-            _take_recomputed(found, step, header, gradients)
+            if (local := header.part("local/")) is not None:
+                found.witnesses[step] = _recomputed(header, gradients, local)
         except (KeyError, ValueError) as error:
             found.problems.append(f"{header.path} has a damaged description: {error!r}")
     if before is not None:
@@ -223,18 +224,14 @@ def _difference(after: Capture, before: Capture) -> Capture:
     return Computed(Capture(after.path, common), lambda name: after.values(name) - before.values(name))
 
 
-def _take_recomputed(found: Steps, step: int, header: _Header, gradients: Capture) -> None:
-    local = header.part("local/")
-    if local is None:
-        return
+def _recomputed(header: _Header, gradients: Capture, local: Capture) -> Recomputed:
     whole = set(header.facts.get("whole", ()))
 
     def values(name: str) -> Any:
         return local.values(name) if name in whole else gradients.values(name) + local.values(name)
 
     terms = {name: float(header.facts["terms"][name]) for name in local.tensors}
-    wrong = tuple(header.facts["wrong_weights"])
-    found.witnesses[step] = Recomputed(Computed(local, values), terms, wrong)
+    return Recomputed(Computed(local, values), terms, tuple(header.facts["wrong_weights"]))
 
 
 def _take_former(found: Steps, folder: Path) -> None:

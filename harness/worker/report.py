@@ -109,10 +109,8 @@ class Reporter:
             sys.stderr.flush()
         with contextlib.suppress(OSError, StoreError):
             write_atomic(failure.rank_file(self.folder, self.place.rank), text)
-        if not self.place.watched:
-            self._tell_cause(text)
-
-    def _tell_cause(self, text: str) -> None:
+        if self.place.watched:
+            return
         found = failure.Failure(self.place.rank, text)
         deadline = time.monotonic() + ECHO_PATIENCE_S * found.echo
         while time.monotonic() < deadline and all(each.echo for each in failure.collect(self.folder)):

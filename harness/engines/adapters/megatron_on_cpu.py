@@ -25,8 +25,8 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
@@ -63,7 +63,7 @@ def install() -> None:
     engine.torch = _Face(torch, cuda=streams, device=lambda _name: CPU)  # "cuda:0" is where the module already is
     collectives = _Face(dist, **{name: _synchronous(getattr(dist, name)) for name in COLLECTIVES})
     buffers.torch = _Face(torch, cuda=streams, distributed=collectives)
-    buffers._coalescing_manager = _uncoalesced
+    buffers._coalescing_manager = lambda *_, **__: nullcontext(_Done())
     uneven.torch = _Face(torch, tensor=_already_there)
     utils.torch = _Face(torch, cuda=_Face(torch.cuda, current_device=lambda: CPU))
     entry.DistributedDataParallelConfig = functools.partial(
@@ -104,11 +104,6 @@ def _synchronous(collective: Callable[..., Any]) -> Callable[..., _Done]:
         return _Done()
 
     return issue
-
-
-@contextmanager
-def _uncoalesced(*_: object, **__: object) -> Iterator[_Done]:
-    yield _Done()
 
 
 def _already_there(*args: Any, **options: Any) -> Any:

@@ -87,11 +87,11 @@ class Rank:
         return Failure(self.number, text, self.failed_at)
 
 
-def log_tail(path: Path, size: int = TAIL_BYTES) -> str:
-    """Last lines of a log, within `size` bytes."""
+def log_tail(path: Path) -> str:
+    """Last lines of a log, within `TAIL_BYTES`."""
     try:
         with path.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - size))
+            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
             return file.read().decode(errors="replace").strip()
     except OSError:
         return ""

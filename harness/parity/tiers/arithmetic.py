@@ -180,7 +180,10 @@ class Arithmetic:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Arithmetic:
-        model = _model(config)
+        known = {each.name: config.get(f"model.{each.name}", each.default) for each in fields(ModelConfig)}
+        family = known["family"]
+        known["family"] = family if isinstance(family, ModelFamily) else ModelFamily[family]
+        model = ModelConfig(**known)
         rows = int(config["train.microbatch_size"]) * int(config["data.seq_len"])
         routed, cast = model.family is ModelFamily.moe, config["dtype.compute"] != config["dtype.main_params"]
         return cls(
@@ -351,12 +354,6 @@ def _accumulate(config: Mapping[str, Any]) -> str:
     if config["dtype.grad_accum"] is not None:
         return str(config["dtype.grad_accum"])
     return own_sum(Dtype[config["dtype.grad_comm"]], ENGINES[EngineName[config["engine.name"]]].sums_itself).name
-
-
-def _model(config: Mapping[str, Any]) -> ModelConfig:
-    known = {each.name: config.get(f"model.{each.name}", each.default) for each in fields(ModelConfig)}
-    family = known["family"]
-    return ModelConfig(**{**known, "family": family if isinstance(family, ModelFamily) else ModelFamily[family]})
 
 
 def _reused(model: ModelConfig) -> str:

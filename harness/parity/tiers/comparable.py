@@ -266,22 +266,19 @@ def limits(arm: Record, control: Record) -> list[str]:
         found.append("their data are hashed by two rules, so gradients alone show that they were fed the same")
     if not all(1 in run.weights if mixed else run.summary.get("initial_weights") for run in (arm, control)):
         found.append("their first weights are not known to be the same")
-    blind = [run.name for run in (arm, control) if not (run.captures or _sees_gradients(run))]
+    blind = [
+        run.name
+        for run in (arm, control)
+        if not run.captures and (run.stream is None or np.isnan(run.stream.column("reduced_squares")).all())
+    ]
     if blind:
         found.append(f"{' and '.join(blind)} shows no gradients, so only losses and weights were held side by side")
-    return [*found, *_others(arm, control)]
-
-
-def _sees_gradients(run: Record) -> bool:
-    return run.stream is not None and not bool(np.isnan(run.stream.column("reduced_squares")).all())
-
-
-def _others(arm: Record, control: Record) -> Iterator[str]:
     left, right = (_origin(run.provenance) for run in (arm, control))
     known = [key for key in left if None not in (left[key], right[key])]
     odd = [f"{key.removesuffix(' version')} {left[key]} and {right[key]}" for key in known if left[key] != right[key]]
     if odd:
-        yield f"they ran with {', '.join(odd)}"
+        found.append(f"they ran with {', '.join(odd)}")
+    return found
 
 
 def as_stepped(run: Record) -> Record:

@@ -47,21 +47,15 @@ class Perturbation:
 
 def perturbation(envelope: Envelope, optimizer: str, observed: float | None) -> Perturbation:
     """observed: distance of the whole gradients at step 1; None where none were captured."""
-    rho = max(2 * (observed or 0.0), _fresh(envelope), 0.0 if observed is not None else envelope.distance)
+    # A later step's error even if step 1 showed none: that of the reduction. With bf16 weights, of the whole pass: one
+    # unit of a main weight can flip a compute weight.
+    reduced = math.hypot(_walk(envelope.arm), _walk(envelope.control))
+    fresh = envelope.error if envelope.is_low_precision else reduced
+    rho = max(2 * (observed or 0.0), fresh, 0.0 if observed is not None else envelope.distance)
     if optimizer == "sgd":
         return Perturbation(rho, rho, signs=False)
     drawn = ITERATED if optimizer == "muon" else 0.0
     return Perturbation((1 + 4 / math.pi) * rho + drawn**2, min(1.0, max(2 * math.sqrt(rho / math.pi), drawn)))
-
-
-def _fresh(envelope: Envelope) -> float:
-    """Gradient error of a later step even if step 1 showed none: that of the reduction.
-
-    With bf16 weights, that of the whole pass: one unit of a main weight can flip a compute weight.
-    """
-    if envelope.is_low_precision:
-        return envelope.error
-    return math.hypot(_walk(envelope.arm), _walk(envelope.control))
 
 
 def _walk(run: Arithmetic) -> float:
