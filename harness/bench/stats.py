@@ -44,11 +44,13 @@ def median_ratio(times: Sequence[float], others: Sequence[float]) -> Interval | 
 
     Args: times, others: seconds, one a block.
 
-    Returns None with fewer than `LEAST_BLOCKS` blocks.
+    Returns None with fewer than `LEAST_BLOCKS` blocks. Raises `ValueError`: the two have other numbers of blocks.
     """
     import numpy as np
 
     count = len(times)
+    if len(others) != count:
+        raise ValueError(f"{count} blocks of one arm, and {len(others)} of the other")
     if count < LEAST_BLOCKS:
         return None
     mine, theirs = np.asarray(times, float), np.asarray(others, float)
