@@ -57,8 +57,9 @@ def read_arguments(argv: Sequence[str], implied: Sequence[str] = ()) -> Argument
     parsed, unknown = parser.parse_known_intermixed_args(list(argv))
     if unknown:
         raise _no_flag(unknown[0])
-    overrides = list(parsed.overrides)
-    flags = _without(list(argv), overrides)
+    overrides, flags = list(parsed.overrides), list(argv)
+    for text in reversed(overrides):
+        del flags[len(flags) - 1 - flags[::-1].index(text)]
     _consistent(parsed)
     if parsed.config_dir:
         catalog.choose_own_folder(parsed.config_dir)
@@ -83,13 +84,6 @@ def _no_flag(word: str) -> BadRequest:
     meant = explain_key(word.lstrip("-")).fix if word.startswith("--") else ""
     fix = meant if meant.startswith("did you mean") else commands.request("--help")
     return refuse(word, "no such flag; settings have no dashes", fix=fix)
-
-
-def _without(argv: list[str], overrides: list[str]) -> list[str]:
-    left = list(argv)
-    for text in reversed(overrides):
-        del left[len(left) - 1 - left[::-1].index(text)]
-    return left
 
 
 _COMPLETION = re.compile(r"(install|uninstall|query)=(bash|zsh|fish)")

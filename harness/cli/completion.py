@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import itertools
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
 
-from harness.cli.main import Verb, parser_of
+from harness.cli.main import VERBS, parser_of
 from harness.store import commands
 from harness.store.rundir import Store
 
@@ -30,16 +29,16 @@ def install() -> str:
     return f'eval "$({commands.verb("completion bash")})"'
 
 
-def candidates(line: str, verbs: Sequence[Verb]) -> list[str]:
+def candidates(line: str) -> list[str]:
     words = line.split()
     typed = words.pop() if words and not line[-1:].isspace() else ""
     rest = words[3 if words[1:3] == ["-m", "harness"] else 1 :]
     if words[-1:] == ["--from"]:
         found = _named("RUN", words)
     elif not rest:
-        found = [*(verb.name for verb in verbs), "run"]
+        found = [*(verb.name for verb in VERBS), "run"]
     else:
-        verb = next((each for each in verbs if each.name == rest[0]), None)
+        verb = next((each for each in VERBS if each.name == rest[0]), None)
         actions = parser_of(verb)._actions if verb is not None else []
         asked = [action for action in actions if not action.option_strings]
         found = [name for action in asked for name in action.choices or _named(str(action.metavar or ""), words)]
@@ -61,7 +60,5 @@ def completion_arguments(parser: ArgumentParser) -> None:
 
 
 def run_completion(arguments: Namespace) -> int:
-    from harness.cli.main import VERBS
-
-    print(BASH if arguments.line is None else "\n".join(candidates(arguments.line, VERBS)))
+    print(BASH if arguments.line is None else "\n".join(candidates(arguments.line)))
     return 0

@@ -62,12 +62,12 @@ class MemoryMeter:
         self.device = device
         self.on_device = device.type == "cuda"
         self._process = psutil.Process()
-        self._persistent: list[int] = []
-        self._peak = self._reserved = 0
         self._before = (0, 0)
+        self.begin()
 
     def begin(self) -> None:
-        self._persistent, self._peak, self._reserved = [], 0, 0
+        self._persistent: list[int] = []
+        self._peak = self._reserved = 0
 
     def timed(self) -> Timed | None:
         """Totals since `begin`; None on CPU, or without steps."""

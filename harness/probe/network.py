@@ -38,11 +38,8 @@ def record(
     Args: backend: of the default group: nccl or gloo. user_buffers: the engine's report on registration; may be empty.
     log: of this rank, or None.
     """
-    facts: dict[str, dict[str, Any]] = {
-        "nccl_ub": _user_buffers(config, backend, user_buffers, log),
-        "sharp": _sharp(config, backend, log),
-    }
-    return facts | ({"nccl": log.plain()} if log is not None else {})
+    buffers, sharp = _user_buffers(config, backend, user_buffers, log), _sharp(config, backend, log)
+    return {"nccl_ub": buffers, "sharp": sharp, **({"nccl": log.plain()} if log is not None else {})}
 
 
 def _entry(requested: str, effective: str, reason: str = "") -> dict[str, Any]:

@@ -164,32 +164,26 @@ def _parts(
     firm: Sequence[int],
     breaks: Sequence[int],
 ) -> list[Part]:
+    def sizes_of(places: Sequence[int], room: int) -> tuple[dict[int, int], int]:
+        sizes = {place: max(len(row[place]) for row in everything) for place in places}
+        excess = sum(sizes.values()) + len(GAP) * (len(sizes) - 1) - room
+        while excess > 0:
+            giving = [place for place in places if place in flexible and sizes[place] > LEAST]
+            soft = [place for place in giving if place not in firm]
+            widest = max(soft or giving, key=sizes.__getitem__, default=None)
+            if widest is None:
+                break
+            sizes[widest] -= 1
+            excess -= 1
+        return sizes, excess
+
     parts: list[Part] = []
     left = list(range(len(everything[0])))
     while left:
         indent = INDENT if parts else ""
         taken = next((count for count, place in enumerate(left) if count and place in breaks), len(left))
-        while _sizes(everything, left[:taken], columns - len(indent), flexible, firm)[1] > 0 and taken > 1:
+        while (found := sizes_of(left[:taken], columns - len(indent)))[1] > 0 and taken > 1:
             taken -= 1
-        parts.append((indent, _sizes(everything, left[:taken], columns - len(indent), flexible, firm)[0]))
+        parts.append((indent, found[0]))
         left = left[taken:]
     return parts
-
-
-def _sizes(
-    everything: Sequence[Sequence[str]],
-    places: Sequence[int],
-    columns: int,
-    flexible: Sequence[int],
-    firm: Sequence[int],
-) -> tuple[dict[int, int], int]:
-    sizes = {place: max(len(row[place]) for row in everything) for place in places}
-    excess = sum(sizes.values()) + len(GAP) * (len(sizes) - 1) - columns
-    while excess > 0:
-        giving = [place for place in places if place in flexible and sizes[place] > LEAST]
-        widest = max([place for place in giving if place not in firm] or giving, key=sizes.__getitem__, default=None)
-        if widest is None:
-            break
-        sizes[widest] -= 1
-        excess -= 1
-    return sizes, excess

@@ -12,7 +12,7 @@ import pytest
 
 from harness.cli import completion
 from harness.cli.completion import install
-from harness.cli.main import VERBS, main, request_help
+from harness.cli.main import main, request_help
 from harness.config.catalog import ROOT
 from tests.parity.lab import pair
 from tests.support.mutants import finds
@@ -45,10 +45,10 @@ def test_runs_complete_where_one_is_named(folder: Path, monkeypatch: pytest.Monk
     monkeypatch.chdir(folder)
     runs = {path.parent.name[-8:] for path in folder.glob("runs/lab/*/config.yaml")}
     assert len(runs) == 2
-    assert set(completion.candidates("python run.py --from ", VERBS)) == {"@last", *runs}
-    assert set(completion.candidates("harness show ", VERBS)) == {"@last", *runs}
+    assert set(completion.candidates("python run.py --from ")) == {"@last", *runs}
+    assert set(completion.candidates("harness show ")) == {"@last", *runs}
     for one in runs:
-        assert completion.candidates(f"harness run --from {one[:5]}", VERBS) == [one]
+        assert completion.candidates(f"harness run --from {one[:5]}") == [one]
 
 
 def completes(folder: Path, begins: str) -> None:
@@ -72,12 +72,12 @@ def test_bash_completes_what_is_typed(folder: Path) -> None:
 
 def test_verbs_and_studies_are_offered(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
-    assert completion.candidates("harness verd", VERBS) == ["verdict"]
+    assert completion.candidates("harness verd") == ["verdict"]
     for words in ("harness verdict --root=runs ", "harness verdict "):
-        assert completion.candidates(words, VERBS) == ["lab"]
+        assert completion.candidates(words) == ["lab"]
     nowhere = (f"harness verdict --root{sign}{folder}/nowhere " for sign in " =")
     for words in (*nowhere, "python run.py ", "harness nope ", "python other.py "):
-        assert completion.candidates(words, VERBS) == []
+        assert completion.candidates(words) == []
 
 
 def test_help_begins_with_a_screen(capsys: pytest.CaptureFixture[str]) -> None:
@@ -93,7 +93,7 @@ test_a_mutant_is_found = finds(
     "Completion",
     test_verbs_and_studies_are_offered="""
         no verbs: TAB after the program offers `run` alone, and none of the other verbs
-            cli.completion.candidates: *(verb.name for verb in verbs), =>
+            cli.completion.candidates: *(verb.name for verb in VERBS), =>
         run.py is not known: TAB after `python run.py` offers verbs
             cli.completion.candidates: 3 if words[1:3] == ["-m", "harness"] else 1 => 3
     """,

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 from typing import Any
 
 from harness.config.capabilities import Capabilities
@@ -38,10 +39,7 @@ class Request:
         return capabilities_of(self.config)
 
     def value(self, path: str) -> Any:
-        node: Any = self.config
-        for part in path.split("."):
-            node = getattr(node, part)
-        return node
+        return attrgetter(path)(self.config)
 
     def show(self, *paths: str) -> str:
         return " ".join(f"{path}={as_typed(self.value(path))}" for path in paths)
