@@ -93,7 +93,13 @@ def measure_case(rank: int, case: Case) -> Traffic:
             rests.add(model.engine.memory.live_bytes)
         rows = meter.take()
     buckets = {
-        b.name: (x.comm_numel, x.bucket_numel, x.param_numel, x.param_numel_on(b.cuts.layout_rank), inside(b))
+        b.name: (
+            sum(s.numel for s in x.segments),
+            x.bucket_numel,
+            x.param_numel,
+            x.param_numel_on(b.cuts.layout_rank),
+            inside(b),
+        )
         for b, x in ((each, each.layout) for each in model.engine.buckets)
     }
     largest = max(b.layout.bucket_numel for b in model.engine.buckets)

@@ -17,7 +17,9 @@ from torch import Tensor
 
 from harness.fsdp import OuterStrategy, Placements, Strategy
 from harness.fsdp.comm.communicator import Part
-from harness.fsdp.storage.layout import FUSED_CUT, Cuts, ParamSpec, Place, plan_bucket
+from harness.fsdp.comm.mesh import Place
+from harness.fsdp.storage.cuts import Cuts
+from harness.fsdp.storage.layout import FUSED_CUT, ParamSpec, plan_bucket
 from harness.fsdp.storage.placement import SHARD
 from tests.support.mutants import each_found_by
 
@@ -265,14 +267,14 @@ test_a_mutant_is_found = each_found_by(
     first segment: Parameters of later segments lie in the first one
         fsdp.storage.layout.BucketLayout.bucket_range: return base + slot.offset => return slot.offset
     outer rank first: Ranks of a layout are numbered along the wrong axis
-        fsdp.storage.layout.Cuts.layout_rank: self.inner_index * self.layout.outer + self.outer_index
+        fsdp.storage.cuts.Cuts.layout_rank: self.inner_index * self.layout.outer + self.outer_index
         => self.outer_index * self.place.inner_size + self.inner_index
     counted by all: Inner ranks that hold the same elements each count them for the norm
-        fsdp.storage.layout.Cuts.is_counted_here: (self.place.inner_rank, => (self.inner_index,
+        fsdp.storage.cuts.Cuts.is_counted_here: (self.place.inner_rank, => (self.inner_index,
     shards of the outer axis: An inner rank's shard begins where that of a single rank would
-        fsdp.storage.layout.Cuts.inner_shards: self.inner_index * s.inner_numel => self.inner_index * s.shard_numel
+        fsdp.storage.cuts.Cuts.inner_shards: self.inner_index * s.inner_numel => self.inner_index * s.shard_numel
     inner for outer: The outer axis is cut by the place on the inner one
-        fsdp.storage.layout.Cuts.own_shards: self.outer_index * s.shard_numel => self.inner_index * s.shard_numel
+        fsdp.storage.cuts.Cuts.own_shards: self.outer_index * s.shard_numel => self.inner_index * s.shard_numel
     """,
     test_one_bucket_of_every_kind_of_parameter,
 )

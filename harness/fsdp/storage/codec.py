@@ -26,7 +26,8 @@ from harness.fp8.linear import CUT, Fp8Linear
 from harness.fp8.quantize import E4M3, WIDENED, TileScales, is_8_bit
 from harness.fsdp.comm.communicator import Communicator
 from harness.fsdp.comm.mesh import Mesh, Meshes
-from harness.fsdp.storage.layout import Cuts, LocalSlice, Slot
+from harness.fsdp.storage.cuts import Cuts
+from harness.fsdp.storage.layout import LocalSlice, Slot
 from harness.fsdp.storage.placement import SHARD, Axis
 
 PURPOSE = "fp8 amaxes"

@@ -17,7 +17,8 @@ from harness.fsdp.comm.mesh import Mesh, all_values
 from harness.fsdp.ragged import RaggedShard, RaggedTensor
 from harness.fsdp.ragged.operations import CHECK_AND_UNSCALE, check_and_unscale
 from harness.fsdp.ragged.tensor import plain_of, spec_like
-from harness.fsdp.storage.layout import Cuts, LocalSlice, Slot
+from harness.fsdp.storage.cuts import Cuts
+from harness.fsdp.storage.layout import LocalSlice, Slot
 from harness.fsdp.storage.param_group import ParamGroup
 from harness.fsdp.storage.placement import SHARD, On
 from harness.private_torch import schema_of

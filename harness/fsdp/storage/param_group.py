@@ -25,8 +25,9 @@ from harness.fsdp.comm.mesh import Mesh
 from harness.fsdp.comm.reduction import Reduction
 from harness.fsdp.policy import Dtypes, MixedPrecisionPolicy
 from harness.fsdp.storage.codec import Fp8Codec
+from harness.fsdp.storage.cuts import Cuts
 from harness.fsdp.storage.gradients import GradientPlan, Gradients
-from harness.fsdp.storage.layout import Cuts, ParamSpec, Slot
+from harness.fsdp.storage.layout import ParamSpec, Slot
 from harness.fsdp.storage.parameter_access import ParameterViews, views_of
 from harness.fsdp.storage.placement import SHARD, WHOLE, Axis, On, Placements, route
 from harness.fsdp.tensor_parallel import TpShard
