@@ -1,11 +1,9 @@
-"""Processor time of commands, and files of a run, beside those of another revision.
+"""Processor time of commands, and files of a run, beside those of another revision, for docs/records/structure.md.
 
-Writes data/verbs.json and the table at the end of docs/records/structure.md.
+    python benchmarks/costs/verbs.py
 
-    python benchmarks/costs/verbs.py [--base 5135ba6] [--turns 5]
-
-The base is exported by `git archive`. Sides take turns; a figure is the least of them, user and system time of all
-processes of a command. Both sides have a pair of runs of their own: `tiny`, 20 steps, two ranks.
+Sides take turns; a figure is the least of them, user and system time of all processes of a command. Both sides have a
+pair of runs of their own: `tiny`, 20 steps, two ranks. Writes data/verbs.json and the table at the end of the page.
 """
 
 from __future__ import annotations
@@ -16,64 +14,49 @@ import subprocess
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.pages import tables
 
+BASE, TURNS = "5135ba6", 5
 PAGE = tables.DOCS / "records" / "structure.md"
-PAIR = ("sharding=optim", "engine=ddp sharding=no_shard")
-GRID = ("-m", "launch.dry_run=true", f"train.seed={','.join(map(str, range(1, 48)))}", "engine.prefetch=1,2,3")
+SEEDS = ",".join(map(str, range(1, 48)))
+COMMANDS = {
+    "--help": "-m harness --help",
+    "run.py --help": "run.py --help",
+    "show": "-m harness show {0}",
+    "watch --once": "-m harness watch --once --root {root}",
+    "compare of a pair": "-m harness compare {0} {1}",
+    "a dry run": "run.py launch.dry_run=true sharding=optim",
+    "a dry run of 141 cells": f"run.py -m launch.dry_run=true train.seed={SEEDS} engine.prefetch=1,2,3",
+}
 
 
-def used(side: Path, words: Sequence[str]) -> float:
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    command = [sys.executable, *words]
-    subprocess.run(command, cwd=side, env={**os.environ, "PYTHONPATH": str(side)}, capture_output=True, check=True)
+def used(side: Path, words: str) -> float:
+    before, environment = resource.getrusage(resource.RUSAGE_CHILDREN), {**os.environ, "PYTHONPATH": str(side)}
+    subprocess.run([sys.executable, *words.split()], cwd=side, env=environment, capture_output=True, check=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
-def commands(root: Path, runs: Sequence[Path]) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Name and words of each. The verb of a pair has been `compare`, and is an alias of it."""
-    yield "--help", ("-m", "harness", "--help")
-    yield "run.py --help", ("run.py", "--help")
-    yield "show", ("-m", "harness", "show", str(runs[0]))
-    yield "watch --once", ("-m", "harness", "watch", "--once", "--root", str(root))
-    yield "compare of a pair", ("-m", "harness", "compare", *map(str, runs))
-    yield "a dry run", ("run.py", "launch.dry_run=true", "sharding=optim")
-    yield "a dry run of 141 cells", ("run.py", *GRID)
-
-
 def main() -> None:
-    parser = tables.parser(__doc__)
-    parser.add_argument("--base", default="5135ba6")
-    parser.add_argument("--turns", type=int, default=5)
-    asked = parser.parse_args()
-    seconds: dict[str, dict[str, float]] = defaultdict(dict)
+    figures: dict[str, dict[str, float]] = defaultdict(dict)
     with tempfile.TemporaryDirectory() as folder:
-        sides = {asked.base: Path(folder) / "base", "here": tables.ROOT}
-        sides[asked.base].mkdir()
-        packed = subprocess.run(["git", "archive", asked.base], cwd=tables.ROOT, stdout=subprocess.PIPE, check=True)
-        subprocess.run(["tar", "x", "-C", str(sides[asked.base])], input=packed.stdout, check=True)
-        todo = {}
+        sides, runs = {BASE: Path(tempfile.mkdtemp(dir=folder)), "here": tables.ROOT}, dict[str, list[Path]]()
+        subprocess.run(f"git archive {BASE} | tar x -C {sides[BASE]}", shell=True, cwd=tables.ROOT, check=True)
         for name, side in sides.items():
-            root = Path(folder) / f"runs of {name}"
-            for arm in PAIR:
-                used(side, ["run.py", *arm.split(), "train.steps=20", f"launch.root={root}"])
-            runs = sorted(path.parent for path in root.glob("*/*/config.yaml"))
-            kept = [path for path in runs[-1].rglob("*") if path.is_file()]
-            seconds["files of a run"][name] = len(kept)
-            seconds["MiB of a run"][name] = round(sum(path.stat().st_size for path in kept) / 2**20, 1)
-            todo[name] = dict(commands(root, runs))
-        for _ in range(asked.turns):
-            for name, side in sides.items():
-                for verb, words in todo[name].items():
-                    took = round(used(side, words), 2)
-                    seconds[verb][name] = min(took, seconds[verb].get(name, took))
-    tables.write("verbs.json", {"turns": asked.turns, "figures": seconds, "versions": tables.versions("hydra-core")})
-    rows = [[verb, *(figures[name] for name in sides)] for verb, figures in seconds.items()]
-    PAGE.write_text(tables.made(PAGE, {"verbs": tables.markdown_table(["", *sides], rows)}), encoding="utf-8")
+            for arm in ("sharding=optim", "engine=ddp sharding=no_shard"):
+                used(side, f"run.py {arm} train.steps=20 launch.root={folder}/{name}")
+            runs[name] = sorted(path.parent for path in Path(folder, name).glob("*/*/config.yaml"))
+            kept = [path.stat().st_size for path in runs[name][-1].rglob("*") if path.is_file()]
+            figures["files of a run"][name] = len(kept)
+            figures["MiB of a run"][name] = round(sum(kept) / 2**20, 1)
+        for name, verb in [(name, verb) for _ in range(TURNS) for name in sides for verb in COMMANDS]:
+            took = round(used(sides[name], COMMANDS[verb].format(*runs[name], root=Path(folder, name))), 2)
+            figures[verb][name] = min(took, figures[verb].get(name, took))
+    tables.write("verbs.json", {"turns": TURNS, "figures": figures, "versions": tables.versions("hydra-core")})
+    table = tables.markdown_table(["", *sides], [[verb, *found.values()] for verb, found in figures.items()])
+    PAGE.write_text(tables.made(PAGE, {"verbs": table}), encoding="utf-8")
 
 
 if __name__ == "__main__":
