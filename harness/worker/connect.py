@@ -70,14 +70,19 @@ def _create(config: Config, place: RankPlace, attempt: Path, device: torch.devic
         "timeout": timedelta(seconds=max(1800.0, 2 * config.launch.hang_timeout_s)),
         "device_id": device if device.type == "cuda" and at_once else None,
     }
+    store = _store(config, place, attempt)
+    dist.init_process_group(store=store, rank=place.rank, world_size=place.world_size, **common)
+    return dist.group.WORLD
+
+
+def _store(config: Config, place: RankPlace, attempt: Path) -> Store:
     store: Store = HashStore()
     host = LOOPBACK
     if place.world_size > 1:
         store, host = meet(attempt, place, timeout_s=MEETING_TIMEOUT_S)
     if config.cluster.interface is None:
         _choose_interfaces(host)
-    dist.init_process_group(store=store, rank=place.rank, world_size=place.world_size, **common)
-    return dist.group.WORLD
+    return store
 
 
 def _choose_interfaces(host: str) -> None:

@@ -100,6 +100,10 @@ class BucketLayout:
     shard_numel: int
 
     @cached_property
+    def comm_numel(self) -> int:
+        return sum(s.numel for s in self.segments)
+
+    @cached_property
     def param_numel(self) -> int:
         return sum(slot.spec.numel for slot in self.slots)
 
