@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from harness.fsdp import Placements
+from harness.fsdp.options import OuterStrategy, Strategy
 from harness.fsdp.storage.placement import GATHERED, SHARD, Axis, Operation, Step
-from harness.fsdp.vocabulary import OuterStrategy, Strategy
 
 
 @dataclass(frozen=True)

@@ -28,10 +28,10 @@ from benchmarks.pages.tables import DOCS, ROOT, markdown_table
 from harness.config.schema import Config
 from harness.fsdp import FixedPoint, MixedPrecisionPolicy, Placements
 from harness.fsdp.megatron import UNBUILT
+from harness.fsdp.options import OuterStrategy, Strategy
 from harness.fsdp.runtime.units import plan_units
 from harness.fsdp.storage.layout import BucketLayout, ParamSpec, plan_bucket
 from harness.fsdp.storage.placement import ON_INNER, ON_OUTER, OPERATIONS, Axis, Step
-from harness.fsdp.vocabulary import OuterStrategy, Strategy
 from harness.models.workload import LlamaWorkload
 from tests.support.spawn import run_ranks
 

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
-from harness.fp8.matmul import PAIRS, emulate, has_product, scaled_mm
+from harness.fp8.linear import PAIRS, emulate, has_product, scaled_mm
 from harness.fp8.quantize import E4M3, Scaling, Tile, quantize
 
 SIZES = ((256, 512, 384), (40, 1024, 2048), (1024, 256, 4096))

@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.pages.tables import DOCS, made, markdown_table
 from harness.config.capabilities import ENGINES
 from harness.config.doc import Setting, as_typed, groups, settings
-from harness.fsdp.vocabulary import Choice
+from harness.fsdp.options import Choice
 
 PAGE = DOCS / "configuration.md"
 

@@ -5,8 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Self
 
-from harness.fsdp.options import EngineOptions, declared_in
-from harness.fsdp.vocabulary import Choice, Dtype, Numerics, OuterStrategy, Registration, Strategy
+from harness.fsdp.options import (
+    Choice,
+    Dtype,
+    EngineOptions,
+    Numerics,
+    OuterStrategy,
+    Registration,
+    Strategy,
+    declared_in,
+)
 from harness.store.commands import page
 
 RERUNS = (Numerics.fast, Numerics.deterministic)

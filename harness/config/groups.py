@@ -13,8 +13,7 @@ from typing import Annotated, Any, TypeVar, cast
 
 from harness.config.capabilities import EngineName as EngineName
 from harness.fsdp import options
-from harness.fsdp.options import OPTIONS, EngineOptions, Options
-from harness.fsdp.vocabulary import Registration, SharpAxis
+from harness.fsdp.options import OPTIONS, EngineOptions, Options, Registration, SharpAxis
 
 T = TypeVar("T")
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 
-from harness.fsdp.vocabulary import Dtype, Fp8
+from harness.fsdp.options import Dtype, Fp8
 
 UNIT = {dtype.name: 2.0**-dtype.precision for dtype in Dtype}
 """Unit roundoff by dtype: bf16 has 8 significant bits, fp16 11, fp32 24, fp64 53."""

@@ -32,12 +32,12 @@ from harness.config.groups import (
     SharpConfig,
     of_option,
 )
-from harness.fsdp.options import Options
-from harness.fsdp.vocabulary import (
+from harness.fsdp.options import (
     Dtype as Dtype,
     Fp8 as Fp8,
     GradBuffer as GradBuffer,
     Numerics as Numerics,
+    Options,
     OuterStrategy as OuterStrategy,
     Registration as Registration,
     SharpAxis as SharpAxis,

@@ -3,7 +3,7 @@
 It imports torch, `harness.fp8` and `harness.watchdog`.
 
 Everything a user needs is a name of this package. Names are imported on first use, so that `Placements` and the
-modules `vocabulary` and `options` can be imported where torch is not.
+module `options` can be imported where torch is not.
 """
 
 from __future__ import annotations
@@ -17,21 +17,32 @@ if TYPE_CHECKING:
     from harness.fp8.linear import Fp8Linear as Fp8Linear
     from harness.fsdp.api import ShardedModel as ShardedModel, fully_shard as fully_shard
     from harness.fsdp.comm.events import Observer as Observer
-    from harness.fsdp.comm.fixed_point import FixedPoint as FixedPoint
     from harness.fsdp.comm.mesh import Groups as Groups, axis_groups as axis_groups, with_sharp as with_sharp
-    from harness.fsdp.guards.replicas import (
+    from harness.fsdp.comm.reduction import FixedPoint as FixedPoint
+    from harness.fsdp.guards import (
+        CollectiveError as CollectiveError,
         CopiesPart as CopiesPart,
         RanksDisagree as RanksDisagree,
         ReplicaDrift as ReplicaDrift,
     )
-    from harness.fsdp.guards.watches import CollectiveError as CollectiveError
     from harness.fsdp.megatron import (
         MegatronModel as MegatronModel,
         fully_shard_model as fully_shard_model,
         fully_shard_optimizer as fully_shard_optimizer,
     )
     from harness.fsdp.module import FSDPModule as FSDPModule
-    from harness.fsdp.options import OPTIONS as OPTIONS, Options as Options
+    from harness.fsdp.options import (
+        OPTIONS as OPTIONS,
+        Fp8 as Fp8,
+        GradBuffer as GradBuffer,
+        Numerics as Numerics,
+        Options as Options,
+        OuterStrategy as OuterStrategy,
+        Registration as Registration,
+        SharpAxis as SharpAxis,
+        Strategy as Strategy,
+        Transport as Transport,
+    )
     from harness.fsdp.policy import Dtypes as Dtypes, MixedPrecisionPolicy as MixedPrecisionPolicy
     from harness.fsdp.ragged.tensor import RaggedTensor as RaggedTensor
     from harness.fsdp.runtime.step import StepError as StepError
@@ -39,16 +50,6 @@ if TYPE_CHECKING:
     from harness.fsdp.tensor_parallel import TpShard as TpShard, UnknownPlan as UnknownPlan
     from harness.fsdp.update.norms import sum_of_squares as sum_of_squares
     from harness.fsdp.update.rules import create_state as create_state
-    from harness.fsdp.vocabulary import (
-        Fp8 as Fp8,
-        GradBuffer as GradBuffer,
-        Numerics as Numerics,
-        OuterStrategy as OuterStrategy,
-        Registration as Registration,
-        SharpAxis as SharpAxis,
-        Strategy as Strategy,
-        Transport as Transport,
-    )
 
 _MODULE_OF = {
     each.name: str(node.module)

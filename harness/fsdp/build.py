@@ -17,14 +17,11 @@ from torch import Tensor, nn
 
 from harness.fsdp.comm.communicator import Communicator
 from harness.fsdp.comm.device import DeviceRuntime
-from harness.fsdp.comm.fixed_point import FixedPoint
 from harness.fsdp.comm.mesh import Groups, Mesh, Meshes
-from harness.fsdp.comm.reduction import Integers
+from harness.fsdp.comm.reduction import FixedPoint, Integers
 from harness.fsdp.comm.user_buffers import UserBuffers
-from harness.fsdp.guards.nonfinite import GradientGuard
-from harness.fsdp.guards.replicas import check_agreed, check_copies, check_plan
-from harness.fsdp.guards.watches import end_watch, watch_groups
-from harness.fsdp.options import Options
+from harness.fsdp.guards import GradientGuard, check_agreed, check_copies, check_plan, end_watch, watch_groups
+from harness.fsdp.options import Numerics, Options, OuterStrategy, Strategy
 from harness.fsdp.policy import MixedPrecisionPolicy
 from harness.fsdp.runtime.gather import GatherPipeline
 from harness.fsdp.runtime.gradient_sync import GradientSync
@@ -42,8 +39,7 @@ from harness.fsdp.storage.param_group import GroupKey, InitialValue, ParamGroup
 from harness.fsdp.storage.parameter_access import Whereabouts, check_names, slots_of
 from harness.fsdp.storage.placement import Placements
 from harness.fsdp.tensor_parallel import axis_of
-from harness.fsdp.update.local_step import LocalStep
-from harness.fsdp.vocabulary import Numerics, OuterStrategy, Strategy
+from harness.fsdp.update.steps import LocalStep
 from harness.private_torch import tree_map
 
 ENGINE = "_fsdp"

@@ -17,16 +17,15 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from harness.fsdp.build import engine_of
-from harness.fsdp.guards.replicas import held_by_several
+from harness.fsdp.guards import held_by_several
 from harness.fsdp.module import FSDPModule
-from harness.fsdp.options import refuse_unknown
+from harness.fsdp.options import OuterStrategy, Strategy, refuse_unknown
 from harness.fsdp.policy import MixedPrecisionPolicy
 from harness.fsdp.preconditions import groups_of
 from harness.fsdp.runtime.step import StepError, StepState
 from harness.fsdp.sharding import bind, engine_for, shard
 from harness.fsdp.storage.param_group import InitialValue
 from harness.fsdp.update import norms
-from harness.fsdp.vocabulary import OuterStrategy, Strategy
 
 Opt = TypeVar("Opt", bound=torch.optim.Optimizer)
 UNBUILT = {

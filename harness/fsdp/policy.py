@@ -10,7 +10,7 @@ from dataclasses import InitVar, dataclass, fields, replace
 
 import torch
 
-from harness.fsdp.vocabulary import Dtype
+from harness.fsdp.options import Dtype
 
 FORMATS: tuple[torch.dtype, ...] = tuple(getattr(torch, dtype.torch_name) for dtype in Dtype)
 """Dtypes every role of a policy takes."""
@@ -120,7 +120,7 @@ class Dtypes:
         return replace(self, compute=torch.float8_e4m3fn)
 
     def as_integers(self) -> Dtypes:
-        """These dtypes, with gradients sent and summed as int64; see `harness.fsdp.comm.fixed_point`.
+        """These dtypes, with gradients sent and summed as int64; see `harness.fsdp.comm.reduction`.
 
         Raises:
             ValueError: gradients are sent in another dtype than they are stored in, or in more bits than fp32.

@@ -19,16 +19,15 @@ from harness.fsdp.build import ENGINE, OWNER, BuildContext, Engine, engine_of
 from harness.fsdp.comm.communicator import Communicator
 from harness.fsdp.comm.device import usual_device
 from harness.fsdp.comm.mesh import Groups
-from harness.fsdp.guards.replicas import check_agreed
-from harness.fsdp.options import Options, refuse_unknown
+from harness.fsdp.guards import check_agreed
+from harness.fsdp.options import Numerics, Options, OuterStrategy, Strategy, refuse_unknown
 from harness.fsdp.policy import MixedPrecisionPolicy
 from harness.fsdp.preconditions import check_request, groups_of_mesh, refuse_copy, resolve_classes
 from harness.fsdp.storage.at_rest import ShardedParameters, sharded_of
 from harness.fsdp.storage.param_group import InitialValue, ParamGroup
 from harness.fsdp.storage.parameter_access import HOME, grad_of
-from harness.fsdp.update.local_step import LocalStep
 from harness.fsdp.update.rules import begins_with_gradient, check_optimizer, create_state_of
-from harness.fsdp.vocabulary import Numerics, OuterStrategy, Strategy
+from harness.fsdp.update.steps import LocalStep
 
 _RUNS = "_runs_as_forward"
 """Attribute of a function that takes the place of a module's method."""

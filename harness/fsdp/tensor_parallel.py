@@ -3,7 +3,7 @@
 [Note: Under tensor parallelism] A plan comes first: torch's `parallelize_module`, or modules that cut themselves. The
 engine shards the rows of each TP shard over the data-parallel ranks that have it. Values that come unsharded are cut to
 the TP shard, and joined where they are handed out (`harness.fsdp.module`). A copy on every rank of the axis counts once
-in a norm, begins alike and must stay alike (`harness.fsdp.guards.replicas`). A gradient may be a term of a sum over the
+in a norm, begins alike and must stay alike (`harness.fsdp.guards`). A gradient may be a term of a sum over the
 axis (`gradient_here`). Of a `DTensor` parameter the engine moves the plain tensor inside into its bucket.
 """
 

@@ -23,15 +23,14 @@ from harness.config.schema import Config, Device
 from harness.engines.adapters.native import policy_of
 from harness.engines.protocol import TORCH_DTYPES
 from harness.fsdp import Placements
-from harness.fsdp.comm.fixed_point import FixedPoint
 from harness.fsdp.comm.mesh import Place
-from harness.fsdp.comm.reduction import Integers
+from harness.fsdp.comm.reduction import FixedPoint, Integers
+from harness.fsdp.options import Numerics, Registration, Transport
 from harness.fsdp.runtime.units import Members, Unit, build_units, plan_units
 from harness.fsdp.storage.codec import mark_weights
 from harness.fsdp.storage.gradients import GradientPlan
 from harness.fsdp.storage.memory import BucketMemory
 from harness.fsdp.storage.param_group import GroupKey, ParamGroup
-from harness.fsdp.vocabulary import Numerics, Registration, Transport
 from harness.models.workload import TokenWorkload, workload_for
 from harness.private_torch import fake_store
 

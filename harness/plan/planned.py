@@ -19,7 +19,7 @@ from harness.config.derived import engine_options, microbatches_per_rank, tokens
 from harness.config.own import capabilities_of
 from harness.config.schema import Config, Device, EngineName, OptimizerName
 from harness.config.typed import load_config
-from harness.fsdp.vocabulary import GradBuffer
+from harness.fsdp.options import GradBuffer
 from harness.plan.activations import Recorded, record
 from harness.plan.model import Model, built, tensor_axis
 from harness.plan.packages import PEERS, beyond

@@ -13,11 +13,10 @@ from typing import Any
 import torch
 
 from harness.fsdp.comm.communicator import Part
-from harness.fsdp.comm.fixed_point import NUM_COUNTERS
-from harness.fsdp.comm.reduction import PACKED_BYTES
+from harness.fsdp.comm.reduction import NUM_COUNTERS, PACKED_BYTES
+from harness.fsdp.options import Numerics
 from harness.fsdp.storage.param_group import ParamGroup
 from harness.fsdp.storage.placement import OPERATIONS, PARTIAL, SHARD, Axis, Operation, Step
-from harness.fsdp.vocabulary import Numerics
 from harness.plan.model import META, Model
 
 NUMBER = 8

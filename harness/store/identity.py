@@ -14,7 +14,7 @@ from decimal import Decimal
 from functools import cache
 from typing import Any
 
-from harness.fsdp.vocabulary import OuterStrategy
+from harness.fsdp.options import OuterStrategy
 
 EXCLUDED = ("cluster", "launch", "wandb", "notes", "study", "run")
 AXES = ("engine", "sharding", "dtype", "numerics", "mesh", "nccl_ub", "sharp", "fault", "ckpt", "measure", *EXCLUDED)

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from harness.fsdp.vocabulary import OuterStrategy
+from harness.fsdp.options import OuterStrategy
 from harness.store.identity import EXCLUDED
 from harness.store.rundir import flatten
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from harness.watchdog.report import CollectiveError, Position, by_value, ranks_text
+from harness.watchdog.waits import CollectiveError, Position, by_value, ranks_text
 
 ANSWER_S, VERDICT_S = 3.0, 6.0
 """Seconds that ranks are given to answer, and that one waits for the verdict."""

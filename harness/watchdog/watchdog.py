@@ -28,9 +28,8 @@ import torch
 import torch.distributed as dist
 
 from harness.private_torch import backends_of, timeout_of
-from harness.watchdog.report import CollectiveError, Position, all_stuck, describe_hang
 from harness.watchdog.store import CollectiveCheck, RollCalls, stores_of
-from harness.watchdog.waits import FlightRecorder, Waits
+from harness.watchdog.waits import CollectiveError, FlightRecorder, Position, Waits, all_stuck, describe_hang
 
 LOG = logging.getLogger(__name__)
 TICK_S = 0.5

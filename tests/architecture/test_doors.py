@@ -24,7 +24,7 @@ from tests.support.mutants import each, kills
 AREA = "The engine's door"
 WITHOUT_TORCH = next(each for each in CONTRACTS if "torch" in each.get("forbidden_modules", ()))
 ENGINE = "harness.fsdp"
-DECLARATIONS = (f"{ENGINE}.vocabulary", f"{ENGINE}.options")
+DECLARATIONS = (f"{ENGINE}.options",)
 OWN = ("harness/plan", "tests/fsdp", "tests/streams", "tests/faults", "benchmarks/fsdp", "benchmarks/gpu/products.py")
 """Tests and benchmarks of the engine's inside, the faults that are put into it, and what plans with its layouts."""
 MOST_NAMES = 12

@@ -57,7 +57,7 @@ ADDED: dict[str, list[Place]] = {
     ],
     "sharding": [
         (
-            "harness/fsdp/vocabulary.py",
+            "harness/fsdp/options.py",
             '    tea = "tea", "As optim, by another name.", "hftea"\n',
             "\n\nclass GradBuffer(Choice):",
         ),
@@ -99,7 +99,7 @@ from harness.engines.protocol import engine_class
 from harness.fsdp import Options, fully_shard
 from harness.fsdp.build import cups, lumps
 from harness.fsdp.storage.placement import Placements
-from harness.fsdp.vocabulary import Strategy
+from harness.fsdp.options import Strategy
 from harness.parity.tiers.comparable import WITHOUT_EFFECT
 from harness.store.labels import strategy_of
 

@@ -26,7 +26,7 @@ from pkgutil import iter_modules
 from harness.config.derived import microbatches_per_rank
 from harness.config.schema import Config, EngineName
 from harness.fsdp import Placements
-from harness.fsdp.vocabulary import Strategy
+from harness.fsdp.options import Strategy
 
 BITS = {"full": 8, "middle": 11, "weak": 16}
 """Significant bits that a fault of precision keeps: those of bf16, those of fp16, and a third of what fp32 drops."""

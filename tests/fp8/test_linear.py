@@ -7,8 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.fp8.linear import Fp8Linear, layers_of
-from harness.fp8.quantize import WHOLE, Scaling, TileScales, quantize
-from harness.fp8.recipes import RECIPES
+from harness.fp8.quantize import RECIPES, WHOLE, Scaling, TileScales, quantize
 from tests.support.mutants import each_found_by
 
 TOKENS, IN, OUT = 37, 256, 128

@@ -14,10 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from torch.nn.functional import ScalingType
 
-from harness.fp8 import matmul
-from harness.fp8.matmul import PAIRS, emulate, scaled_mm
-from harness.fp8.quantize import E4M3, Quantized, Scaling, Tile, quantize
-from harness.fp8.recipes import RECIPES
+from harness.fp8 import linear
+from harness.fp8.linear import PAIRS, emulate, scaled_mm
+from harness.fp8.quantize import E4M3, RECIPES, Quantized, Scaling, Tile, quantize
 from tests.support.mutants import each, slips
 
 CPU = torch.device("cpu")
@@ -96,11 +95,11 @@ def test_every_product_of_every_recipe_but_mx_may_be_a_gpus() -> None:
 MUTANTS = slips(
     """
     scales of rows: Scales of lines lie row by row
-        fp8.matmul._scales: matrix.scale_inv.t().contiguous().t(), => matrix.scale_inv.contiguous(),
+        fp8.linear._scales: matrix.scale_inv.t().contiguous().t(), => matrix.scale_inv.contiguous(),
     squares across: Scales of squares lie row by row
-        fp8.matmul._scales: value=1.0).contiguous().t(), => value=1.0).contiguous(),
+        fp8.linear._scales: value=1.0).contiguous().t(), => value=1.0).contiguous(),
     squares unfilled: Scales of squares are not filled up to a multiple of 4
-        fp8.matmul._scales: (0, missing) => (0, 0)
+        fp8.linear._scales: (0, missing) => (0, 0)
     """
 )
 
@@ -130,12 +129,12 @@ def test_a_product_is_tried_once_and_used_where_it_is_right(a: Tile, b: Tile, wh
             raise NotImplementedError("not on this device")
         return kernel(*given, **named) + float(why == WRONG)
 
-    matmul.has_product.cache_clear()
+    linear.has_product.cache_clear()
     with (
         mock.patch.object(functional, "scaled_mm", counting),
         pytest.warns(UserWarning, match=why) if why else nullcontext(),
     ):
-        found = [matmul.has_product(a, b, CPU) for _ in range(3)]
-    matmul.has_product.cache_clear()
+        found = [linear.has_product(a, b, CPU) for _ in range(3)]
+    linear.has_product.cache_clear()
     assert found == [not why] * 3
     assert len(tried) == 1

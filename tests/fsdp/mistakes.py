@@ -140,7 +140,7 @@ SLIPS = slips(
         gradient norm: step 2|update:
         no_shard
     empty shards end an update: A rank that holds nothing of one parameter leaves the rest of its bucket out, too
-        fsdp.update.local_step.LocalStep._local: None if grad is None else
+        fsdp.update.steps.LocalStep._local: None if grad is None else
             => None if grad is None or not all(p.to_local().numel() for p in location_of(param)[0].params) else
         update:
         optim_grads_params world_size=4 model='odd'
@@ -158,7 +158,7 @@ SLIPS = slips(
         update:
         optim_grads_params optimizer='adamw'
     one group's settings: The first group's settings are taken for all
-        fsdp.update.local_step.LocalStep._exchange: unfused=self.unfused)
+        fsdp.update.steps.LocalStep._exchange: unfused=self.unfused)
             => unfused=self.unfused) | {"weight_decay": groups[0]["weight_decay"]}
         update:
         optim_grads_params optimizer='adamw'

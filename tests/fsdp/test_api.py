@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from harness.fsdp import fully_shard, fully_shard_model, fully_shard_optimizer, sharding
 from harness.fsdp.megatron import UNBUILT
-from harness.fsdp.vocabulary import Strategy
+from harness.fsdp.options import Strategy
 from tests.support.mutants import Slip, kills
 
 STRATEGIES = [strategy.name for strategy in Strategy]

@@ -27,8 +27,8 @@ import torch
 
 from harness.engines.protocol import Ranks, engine_class
 from harness.fsdp.comm.events import OUTER
+from harness.fsdp.options import Transport
 from harness.fsdp.storage.param_group import ParamGroup
-from harness.fsdp.vocabulary import Transport
 from harness.models.workload import LlamaWorkload
 from harness.probe.collectives import CollectiveMeter, Row
 from tests.fsdp.trial import Case, batches, transport_of

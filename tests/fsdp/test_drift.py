@@ -11,7 +11,7 @@ import torch.distributed as dist
 from hypothesis import given, settings, strategies as st
 
 from harness.fsdp import MixedPrecisionPolicy, ReplicaDrift, fully_shard
-from harness.fsdp.guards.replicas import bit_hash
+from harness.fsdp.guards import bit_hash
 from harness.probe.collectives import CollectiveMeter
 from tests.fsdp.test_api import Block, make, sgd
 from tests.support.spawn import run_ranks

@@ -22,7 +22,7 @@ from harness.config.schema import Dtype
 from harness.engines import optim
 from harness.engines.protocol import TORCH_DTYPES
 from harness.fsdp import Dtypes, create_state
-from harness.fsdp.comm import fixed_point
+from harness.fsdp.comm import reduction
 from harness.models.workload import LlamaWorkload
 from tests.engines.conformance.trial import Evidence
 from tests.fsdp.trial import Case, batches, differences, records, run_cases
@@ -134,8 +134,8 @@ class Emulation:
     @torch.no_grad()
     def step(self, gradients: dict[str, Tensor]) -> float:
         """Clip, update; returns the norm before."""
-        counters = fixed_point.square_counters(gradients.values(), torch.device("cpu"))
-        norm = fixed_point.norm_from_counters(counters)
+        counters = reduction.square_counters(gradients.values(), torch.device("cpu"))
+        norm = reduction.norm_from_counters(counters)
         coefficient = 1.0 if self.clip is None else self.clip / (norm + 1e-6)
         for name, weight in self.main.items():
             gradient = gradients[name]

@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from harness.fsdp.comm.fixed_point import norm_from_counters, square_counters
+from harness.fsdp.comm.reduction import norm_from_counters, square_counters
 from tests.engines.conformance.trial import Evidence, make_workload
 from tests.fsdp.trial import Case, alone, batches, differences, records
 from tests.support.covering import Cover

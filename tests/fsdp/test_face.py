@@ -27,8 +27,7 @@ from harness.fsdp import (
     sharding,
 )
 from harness.fsdp.megatron import UNBUILT
-from harness.fsdp.options import OPTIONS
-from harness.fsdp.vocabulary import Dtype, OuterStrategy, Strategy
+from harness.fsdp.options import OPTIONS, Dtype, OuterStrategy, Strategy
 from tests.support.mutants import each_found_by
 
 ROOT = Path(__file__).parents[2]
@@ -145,7 +144,7 @@ import pkgutil, sys, importlib
 import harness.config as config
 for each in pkgutil.walk_packages(config.__path__, "harness.config."):
     importlib.import_module(each.name)
-names = "vocabulary", "options", "storage", "storage.placement"
+names = "options", "storage", "storage.placement"
 words = {f"harness.fsdp.{name}" for name in names}
 loaded = {name for name in sys.modules if name.startswith("harness.fsdp.")}
 sys.exit(f"{loaded}, torch: {'torch' in sys.modules}" if loaded != words or "torch" in sys.modules else 0)

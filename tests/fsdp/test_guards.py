@@ -18,7 +18,7 @@ from harness.fsdp import (
     fully_shard,
     fully_shard_model,
 )
-from harness.fsdp.guards.nonfinite import GradientGuard
+from harness.fsdp.guards import GradientGuard
 from harness.probe.collectives import CollectiveMeter
 from tests.fsdp.habits.world import same_gradients
 from tests.fsdp.test_api import Block, make, sgd

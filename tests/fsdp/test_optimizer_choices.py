@@ -159,7 +159,7 @@ MUTANTS = of_slips(
         fsdp.update.rules.FIRST: {}
         beginning
     nobody's count: Parameters without a row on a rank are counted from one after a load
-        fsdp.update.local_step.LocalStep._give: if key in self._known
+        fsdp.update.steps.LocalStep._give: if key in self._known
         => if key in self._known and (own.rows.numel() or key != 'step')
         counting
     """

@@ -9,6 +9,7 @@ from fractions import Fraction
 import pytest
 
 from harness.fsdp import Placements
+from harness.fsdp.options import OuterStrategy, Strategy
 from harness.fsdp.storage.placement import (
     ON_INNER,
     ON_OUTER,
@@ -20,7 +21,6 @@ from harness.fsdp.storage.placement import (
     Step,
     route,
 )
-from harness.fsdp.vocabulary import OuterStrategy, Strategy
 from tests.support.mutants import each_found_by
 
 ALL = [Placements.of(inner, outer) for inner in Strategy for outer in ON_OUTER]

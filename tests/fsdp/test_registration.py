@@ -15,8 +15,8 @@ from harness.fsdp import fully_shard
 from harness.fsdp.comm.communicator import Communicator
 from harness.fsdp.comm.device import DeviceRuntime
 from harness.fsdp.comm.user_buffers import UserBuffers
+from harness.fsdp.options import Registration, Transport
 from harness.fsdp.storage.memory import BucketMemory
-from harness.fsdp.vocabulary import Registration, Transport
 from tests.support.mutants import each_found_by
 from tests.support.spawn import run_ranks
 

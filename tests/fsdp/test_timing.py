@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from harness.fsdp import Observer, fully_shard
+from harness.fsdp.options import Transport
 from harness.fsdp.storage.memory import BucketMemory
-from harness.fsdp.vocabulary import Transport
 from harness.shm.transfer import Transport as Shared, Work
 from tests.engines.conformance.trial import Evidence
 from tests.fsdp.pairs import STRATEGIES, Pair, arguments_of

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from harness.config.roundoff import FINEST
-from harness.fsdp.vocabulary import Numerics
+from harness.fsdp.options import Numerics
 from harness.probe.step_checks import pieces, sketch as module
 from harness.probe.step_checks.local import ForwardWatch, LocalWatch
 from harness.probe.step_checks.pieces import Block, Piece, own_places, shares

@@ -18,7 +18,7 @@ TRACE = 'Traceback (most recent call last):\n  File "a.py", line 1, in f\n    x\
         "torch.distributed.DistNetworkError: failed to recv, got 0 bytes",
         "torch.distributed.DistBackendError: NCCL error in: X.cpp:1\nncclRemoteError: A call failed",
         "RuntimeError: [..pair.cc:1] Broken pipe",
-        "harness.watchdog.report.CollectiveError: a collective failed: rank 0 failed in backward of (root); "
+        "harness.watchdog.waits.CollectiveError: a collective failed: rank 0 failed in backward of (root); "
         "the backend of rank 0 said: [..pair.cc:537] Read error [127.0.0.1]:29: Connection reset by peer",
     ],
 )

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from harness.fsdp import MixedPrecisionPolicy
-from harness.fsdp.vocabulary import Fp8
+from harness.fsdp.options import Fp8
 from tests.fsdp import pairs
 from tests.streams.cuda import MAIN
 from tests.support.covering import covering

@@ -119,7 +119,7 @@ def test_under_offload_the_host_waits_for_gradients_and_for_no_weights() -> None
 def test_the_guard_stops_the_host_once_a_step() -> None:
     (case,) = (case for case in covered() if case.more == "looked at")
     assert case.k > 1
-    assert covered()[case][0].stops == {"harness/fsdp/guards/nonfinite.py:report (_local_scalar_dense)": 1}
+    assert covered()[case][0].stops == {"harness/fsdp/guards.py:report (_local_scalar_dense)": 1}
 
 
 def provoked(rank: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from harness.fsdp.comm.fixed_point import square_counters
+from harness.fsdp.comm.reduction import square_counters
 from tests.streams.cost import Counts
 from tests.streams.recorder import recording
 from tests.streams.steps import Arm, measured

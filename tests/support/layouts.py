@@ -36,7 +36,7 @@ from harness.config.schema import Config, GradBuffer, ModelConfig
 from harness.control import Control
 from harness.engines.protocol import Engine
 from harness.fp8.linear import Fp8Linear
-from harness.fsdp.vocabulary import Fp8
+from harness.fsdp.options import Fp8
 from harness.probe.collectives import CollectiveMeter
 from tests.engines.conformance.cases import Case
 from tests.engines.conformance.trial import Spoiled, batches, make_engine, make_workload

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from harness.watchdog import report
-from harness.watchdog.report import Position
+from harness.watchdog import waits as report
+from harness.watchdog.waits import Position
 from tests.support.mutants import each_found_by
 
 
@@ -41,17 +41,17 @@ test_a_wrong_judgement_is_found = each_found_by(
     "Deadlocks",
     """
     slow is stuck: Ranks whose exchange is slow are taken for stuck
-        watchdog.report.all_stuck: and bool(first_difference(positions)) => and True
+        watchdog.waits.all_stuck: and bool(first_difference(positions)) => and True
     names alone: Ranks that began different collectives before, which gloo pairs by their order, wait until the limit
-        watchdog.report.first_difference: sorted(set().union(*histories.values())) => sorted(histories[0])[-1:]
+        watchdog.waits.first_difference: sorted(set().union(*histories.values())) => sorted(histories[0])[-1:]
     three sides: Ranks that began two different collectives are taken for alike
-        watchdog.report.first_difference: len(set(names.values())) > 1 => len(set(names.values())) > 2
+        watchdog.waits.first_difference: len(set(names.values())) > 1 => len(set(names.values())) > 2
     who computes is asked, too: A rank that is late is taken for one that waits
-        watchdog.report.all_stuck: all(each.is_blocked => any(each.is_blocked
+        watchdog.waits.all_stuck: all(each.is_blocked => any(each.is_blocked
     advice to the gone: Ranks are told to run the same where one of them has ended
-        watchdog.report.describe_hang: advice if len(positions) == len(ranks) else '' => advice
+        watchdog.waits.describe_hang: advice if len(positions) == len(ranks) else '' => advice
     advice to the failed: Ranks are told to run the same where a backend has failed
-        watchdog.report.describe_hang: cause, advice = "a collective failed", "" => cause = "a collective failed"
+        watchdog.waits.describe_hang: cause, advice = "a collective failed", "" => cause = "a collective failed"
     """,
     test_where_a_rank_is_gone_or_failed_there_is_no_advice_to_run_the_same,
     test_ranks_are_stuck_where_all_wait_and_began_different_collectives,

@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from harness.fsdp import fully_shard
 from harness.watchdog import CollectiveError, Watchdog, ranks_text
-from harness.watchdog.report import Position, describe_hang
 from harness.watchdog.store import RollCalls
+from harness.watchdog.waits import Position, describe_hang
 from tests.support.mutants import Slip, each, each_found_by
 from tests.support.spawn import run_ranks
 from tests.watchdog.ranks import Counted, together, watchdogs, without_threads

@@ -20,8 +20,7 @@ from torch import Tensor
 from harness.fsdp.comm import events
 from harness.fsdp.comm.device import DeviceRuntime
 from harness.fsdp.comm.events import CONTROL, Label
-from harness.fsdp.options import Options
-from harness.fsdp.vocabulary import Transport
+from harness.fsdp.options import Options, Transport
 from harness.private_torch import backend_of
 from harness.shm import ShmGroup, shared
 

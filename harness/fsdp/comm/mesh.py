@@ -21,8 +21,7 @@ from torch import Tensor
 
 from harness.fsdp.comm.communicator import Communicator
 from harness.fsdp.comm.device import DeviceRuntime
-from harness.fsdp.options import Options
-from harness.fsdp.vocabulary import Transport
+from harness.fsdp.options import Options, Transport
 from harness.private_torch import backends_of, timeout_of
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from harness.fsdp.comm.communicator import Communicator
 from harness.fsdp.comm.device import DeviceRuntime
-from harness.fsdp.vocabulary import Registration
+from harness.fsdp.options import Registration
 
 
 class UserBuffers:

@@ -4,8 +4,7 @@ import torch
 
 from harness.fsdp.ragged import operations as operations
 from harness.fsdp.ragged.before_2_12 import ASKS_DTENSOR, ask_subclasses
-from harness.fsdp.ragged.placement import RaggedShard
-from harness.fsdp.ragged.tensor import GatheredView, RaggedTensor, Replicated, _restored, distribute_rows
+from harness.fsdp.ragged.tensor import GatheredView, RaggedShard, RaggedTensor, Replicated, _restored, distribute_rows
 from harness.private_torch import foreach_types
 
 if ASKS_DTENSOR:

@@ -22,12 +22,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
-from harness.fsdp.ragged.placement import all_gather
 from harness.fsdp.ragged.tensor import (
     BEFORE_WRITE,
     GatheredView,
     RaggedTensor,
     Replicated,
+    all_gather,
     meets_plain,
     replicated,
     wrap_rows,

@@ -1,4 +1,4 @@
-"""DTensors that are cut by a `RaggedShard`.
+"""DTensors that are cut by a `RaggedShard`: at row bounds of the engine's layout, on some ranks without a row.
 
 Every rule of torch's sharding propagation takes a `Shard(0)` for the cut of `torch.chunk`. So a `RaggedTensor`
 dispatches by rules of its own (`operations`), and `RaggedShard` tells torch's helpers (state dict, DCP) the actual cut.
@@ -21,10 +21,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from harness.fsdp.ragged.before_2_12 import spec_for
-from harness.fsdp.ragged.placement import RaggedShard
 from harness.private_torch import (
     DTensorSpec,
     TensorMeta,
+    UnevenShard,
     local_tensor,
     put_local_tensor,
     schema_of,
@@ -33,6 +33,63 @@ from harness.private_torch import (
     tree_map_only,
     without_torch_function,
 )
+
+Span = tuple[int, int]
+all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name from torch 2.13 on
+
+
+class RaggedShard(UnevenShard):
+    """Rank r of one mesh axis has rows spans[r][0] to spans[r][1] of dimension 0; never equal to a `Shard`.
+
+    Args:
+        spans: by rank; or what computes them when first asked, since there may be thousands of ranks.
+        name: parameter and unit, for error messages.
+    """
+
+    def __new__(cls, *_: object) -> RaggedShard:
+        return cast(RaggedShard, cast(Any, super().__new__)(cls, 0))
+
+    def __init__(self, spans: Sequence[Span] | Callable[[], Sequence[Span]], name: str = "") -> None:
+        super().__init__(0)
+        self._spans = spans
+        self.name = name
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        if not isinstance(self._spans, tuple):
+            found = self._spans() if callable(self._spans) else self._spans
+            self._spans = tuple((begin, end) for begin, end in found)
+        return self._spans
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, RaggedShard) and self.spans == other.spans)
+
+    def __hash__(self) -> int:
+        return hash(self.spans)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RaggedShard, (self.spans, self.name)
+
+    def __deepcopy__(self, _: object) -> RaggedShard:
+        return self
+
+    def __repr__(self) -> str:
+        return f"RaggedShard({', '.join(f'{begin}:{end}' for begin, end in self.spans)})"
+
+    __str__ = __repr__
+
+    def gather(self, local: Tensor, mesh: DeviceMesh, axis: int) -> Tensor:
+        """All rows on every rank, shape [rows, *local.shape[1:]]. Collective over the axis."""
+        most = max(end - begin for begin, end in self.spans)
+        padded = local
+        if len(local) < most:
+            padded = local.new_zeros((most, *local.shape[1:]))
+            padded[: len(local)] = local
+        found = local.new_empty((len(self.spans), most, *local.shape[1:]))
+        all_gather(found.flatten(0, 1), padded.contiguous(), group=mesh.get_group(axis))
+        parts = sorted(zip(self.spans, found, strict=True), key=lambda each: each[0])
+        return torch.cat([rows[: end - begin] for (begin, end), rows in parts])
+
 
 BEFORE_WRITE = "_before_write"  # attribute of rows that other ranks may read: called before they are written to
 

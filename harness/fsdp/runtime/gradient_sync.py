@@ -16,7 +16,7 @@ from harness.fsdp.comm.device import is_queued
 from harness.fsdp.comm.events import Label
 from harness.fsdp.comm.mesh import Meshes, all_values
 from harness.fsdp.comm.reduction import Integers
-from harness.fsdp.guards.replicas import CopiesPart, bit_hash
+from harness.fsdp.guards import CopiesPart, bit_hash
 from harness.fsdp.runtime.hooks import Hooks
 from harness.fsdp.runtime.step import Call, Progress, Step, StepError, StepState
 from harness.fsdp.runtime.units import Unit, WeakHook, buckets_of

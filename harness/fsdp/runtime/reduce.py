@@ -26,7 +26,7 @@ from harness.fsdp.comm.communicator import Part
 from harness.fsdp.comm.device import DeviceRuntime, Event
 from harness.fsdp.comm.events import OUTER, Label
 from harness.fsdp.comm.reduction import Exchange, Reduction
-from harness.fsdp.guards.nonfinite import GradientGuard
+from harness.fsdp.guards import GradientGuard
 from harness.fsdp.policy import Dtypes
 from harness.fsdp.runtime.step import Step
 from harness.fsdp.runtime.units import Unit

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from harness.fsdp.comm.mesh import Meshes
 from harness.fsdp.comm.user_buffers import UserBuffers
-from harness.fsdp.guards.replicas import check_equal, held_by_several
+from harness.fsdp.guards import check_equal, held_by_several
 from harness.fsdp.runtime.hooks import Hooks
 from harness.fsdp.runtime.units import Unit, buckets_of, is_expert, rest
 from harness.fsdp.storage.codec import refresh_scales
@@ -69,7 +69,7 @@ class Weights:
         """Install main weights as compute weights and reshard. *Collective.*
 
         RuntimeError: compute weights were edited in place and would be overwritten; or `unsharded()` holds some.
-        ReplicaDrift: see `harness.fsdp.guards.replicas.check_equal`.
+        ReplicaDrift: see `harness.fsdp.guards.check_equal`.
         """
         self.refuse_held()
         self.refuse_edits()

@@ -25,13 +25,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from harness.fsdp.comm.device import copy_together
 from harness.fsdp.comm.reduction import Integers
+from harness.fsdp.options import GradBuffer, Numerics
 from harness.fsdp.policy import Dtypes
 from harness.fsdp.storage.cuts import Cuts
 from harness.fsdp.storage.memory import BucketMemory
 from harness.fsdp.storage.parameter_access import by_engine, grad_of, put_grad, views_of
 from harness.fsdp.storage.placement import SHARD, On, Placements
 from harness.fsdp.tensor_parallel import gradient_here
-from harness.fsdp.vocabulary import GradBuffer, Numerics
 from harness.private_torch import references_to
 
 

@@ -20,7 +20,7 @@ from fractions import Fraction
 from functools import cache, cached_property
 from typing import NamedTuple
 
-from harness.fsdp.vocabulary import OuterStrategy, Strategy
+from harness.fsdp.options import OuterStrategy, Strategy
 
 
 class Placement(Enum):

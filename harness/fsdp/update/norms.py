@@ -17,9 +17,9 @@ from torch import Tensor
 
 from harness.fsdp.comm.communicator import Communicator
 from harness.fsdp.comm.device import is_queued, scale_together
-from harness.fsdp.comm.fixed_point import norm_from_counters, square_counters
+from harness.fsdp.comm.reduction import norm_from_counters, square_counters
+from harness.fsdp.options import Numerics
 from harness.fsdp.storage.param_group import ParamGroup
-from harness.fsdp.vocabulary import Numerics
 from harness.private_torch import foreach_norm
 
 BLOCK = 512  # elements added in fp32

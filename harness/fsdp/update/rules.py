@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from harness.fsdp.options import Numerics
 from harness.fsdp.storage.param_group import ParamGroup
 from harness.fsdp.storage.parameter_access import HOME
 from harness.fsdp.storage.placement import WHOLE
-from harness.fsdp.vocabulary import Numerics
 from harness.muon import MOMENTUM, MuonWithAdamW, matrices_of, steps_matrices
 
 Optimizer = torch.optim.Optimizer

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from harness.config.capabilities import SAME_BITS
 from harness.fsdp import Placements
-from harness.fsdp.vocabulary import Strategy
+from harness.fsdp.options import Strategy
 from harness.parity.outcome import Finding, Grade, Stage, fact
 from harness.parity.record import Record
 from harness.parity.tensors import Capture, Computed, Float64

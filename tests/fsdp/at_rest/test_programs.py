@@ -255,10 +255,10 @@ OF_PROGRAMS = (
         fsdp.runtime.gradient_sync.GradientSync._begin_backward: each.drop_grads() => pass
         further backward
     rows apart: What is stepped are copies of main weights
-        fsdp.update.local_step.LocalStep._local: .detach().requires => .detach().clone().requires
+        fsdp.update.steps.LocalStep._local: .detach().requires => .detach().clone().requires
         bound loop
     replaced unseen: A whole gradient is given to each rank's rows
-        fsdp.update.local_step.LocalStep._take_gradients: given is not sharded.grads[place[1]] => False
+        fsdp.update.steps.LocalStep._take_gradients: given is not sharded.grads[place[1]] => False
         gradients read and edited
     each rank's penalty: A penalty in a loss counts once for each rank
         fsdp.ragged.tensor._IntoLoss.backward: grad / ctx.mesh.size() => grad
@@ -277,7 +277,7 @@ OF_PROGRAMS = (
         fsdp.storage.at_rest.ShardedParameters._take: own.copy_(given) => pass
         gradients read and edited
     edits of rows uncounted: A step does not count as an edit
-        fsdp.update.local_step.LocalStep._put_state: torch.autograd.graph.increment_version => len
+        fsdp.update.steps.LocalStep._put_state: torch.autograd.graph.increment_version => len
         bound loop
     copies of shards: A copy of sharded parameters follows every update
         fsdp.ragged.tensor.RaggedTensor.__deepcopy__: self.detach().clone() => self.detach()

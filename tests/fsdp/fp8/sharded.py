@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from harness.fp8.quantize import Quantized, quantize
 from harness.fsdp import Fp8Linear, MixedPrecisionPolicy, ShardedModel, create_state, fully_shard
-from harness.fsdp.vocabulary import Fp8
+from harness.fsdp.options import Fp8
 from harness.probe.collectives import CollectiveMeter
 from tests.fsdp.pairs import STRATEGIES
 

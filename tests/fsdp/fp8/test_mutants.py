@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+from harness.fsdp.options import Fp8
 from harness.fsdp.storage.gradients import Gradients
-from harness.fsdp.vocabulary import Fp8
 from tests.fsdp.checked import Mutant, each_is_found, of_slips
 from tests.fsdp.fp8.sharded import Case, follow
 from tests.streams.recorder import Recorder, believing_in

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from harness.fsdp import MixedPrecisionPolicy
+from harness.fsdp.options import Fp8
 from harness.fsdp.storage.codec import PURPOSE
-from harness.fsdp.vocabulary import Fp8
 from tests.fsdp.fp8.sharded import (
     HIDDEN,
     MESHES,

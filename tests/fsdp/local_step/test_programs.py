@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from harness.fsdp.update import local_step
-from tests.fsdp.local_step import world
-from tests.fsdp.local_step.more_programs import PROGRAMS
+from harness.fsdp.update import steps
+from tests.fsdp.steps import world
+from tests.fsdp.steps.more_programs import PROGRAMS
 from tests.support.covering import once
 from tests.support.mutants import Slip, each, slips
 from tests.support.spawn import run_ranks
@@ -38,36 +38,36 @@ WITH_WHOLE_WEIGHTS = frozenset({"fused kernels unseen", "given gradients stay"})
 MUTANTS = slips(
     r"""
     no hooks above: Hooks see plain rows
-        fsdp.update.local_step.LocalStep._wrap: getattr(rule, "hooked", None) => False
+        fsdp.update.steps.LocalStep._wrap: getattr(rule, "hooked", None) => False
         clipped_by_a_hook
     no finally: A rule that raises leaves plain rows in the groups
-        fsdp.update.local_step.LocalStep._end: if self._saved is None:
+        fsdp.update.steps.LocalStep._end: if self._saved is None:
             => if self._saved is None or __import__('sys').exc_info()[0]:
         goes_on_after_an_exception
     closures inside: A closure sees plain rows
-        fsdp.update.local_step.LocalStep._wrap:             return rule(own, partial(around, closure))
+        fsdp.update.steps.LocalStep._wrap:             return rule(own, partial(around, closure))
             =>             self._begin()\n            return rule(own, closure)
         closure
     state is lost: Moments that a rule makes are not put where the parameter's are
-        fsdp.update.local_step.LocalStep._local: self._stepped.append(own) => pass
+        fsdp.update.steps.LocalStep._local: self._stepped.append(own) => pass
         AdamW
     loose state is lost: State of parameters that no sharded model has is forgotten
-        fsdp.update.local_step.LocalStep._put_state: state.update(found) => pass
+        fsdp.update.steps.LocalStep._put_state: state.update(found) => pass
         two_models_and_loose
     kernels left: Kernels of the engine's choice stay in the groups
-        fsdp.update.local_step.LocalStep._end: , *KERNELS) if => ,) if
+        fsdp.update.steps.LocalStep._end: , *KERNELS) if => ,) if
         AdamW
     one state: Parameters have others' moments
-        fsdp.update.local_step.LocalStep._shown: value.reshape => next(iter(self._rows.values())).rows.reshape
+        fsdp.update.steps.LocalStep._shown: value.reshape => next(iter(self._rows.values())).rows.reshape
         unused_in_turn
     state unread: Entries that are put in place of others are not read
-        fsdp.update.local_step.LocalStep._local: if not _are_same(entries.values(), own.held): => if not own.held:
+        fsdp.update.steps.LocalStep._local: if not _are_same(entries.values(), own.held): => if not own.held:
         state_there_and_back
     none is stepped: Parameters without a gradient are stepped
-        fsdp.update.local_step.LocalStep._local: None if grad is None else => own.rows.detach() * 0 if grad is None else
+        fsdp.update.steps.LocalStep._local: None if grad is None else => own.rows.detach() * 0 if grad is None else
         unused_in_turn
     loaded state: Loaded moments are not taken
-        fsdp.update.local_step.LocalStep._settle: held[key] = laid_as(param, value) => pass
+        fsdp.update.steps.LocalStep._settle: held[key] = laid_as(param, value) => pass
         state_of_one_process
     frozen ones bring zeros: A parameter that was frozen between forward and backward got a gradient of zero
         fsdp.runtime.backward_hooks.BackwardHooks._gradient_arrived: if not param.requires_grad: => if False:
@@ -76,7 +76,7 @@ MUTANTS = slips(
         fsdp.update.rules.moments_of: all( => any(
         subclass with its own step
     fused kernels unseen: What fused kernels write is not installed
-        fsdp.update.local_step.LocalStep._put_state: torch.autograd.graph.increment_version => len
+        fsdp.update.steps.LocalStep._put_state: torch.autograd.graph.increment_version => len
         AdamW fused
     given gradients stay: A backward adds to gradients that the program gave and dropped
         fsdp.runtime.gradient_sync.GradientSync._begin_backward: self._settled or  =>
@@ -93,10 +93,10 @@ MUTANTS = slips(
             => group["params"] = [each for each in sharded if each.requires_grad]
         state_of_groups_in_another_order
     loads share memory: What was loaded is the memory of the optimizer that gave it
-        fsdp.update.local_step.LocalStep.take_loaded: held[key].clone() => held[key]
+        fsdp.update.steps.LocalStep.take_loaded: held[key].clone() => held[key]
         state_of_groups_in_another_order
     steps are traced: torch.compile traces what the engine does around a step
-        fsdp.update.local_step.LocalStep._wrap: map(torch.compiler.disable, (LocalStep._begin, LocalStep._end))
+        fsdp.update.steps.LocalStep._wrap: map(torch.compiler.disable, (LocalStep._begin, LocalStep._end))
             => LocalStep._begin, LocalStep._end
         compiled
     unfinished gradients: What came inside no_sync is not forgotten
@@ -105,7 +105,7 @@ MUTANTS = slips(
     """
 ) | {
     "kernels are saved": (
-        Slip(local_step, "KERNELS", "", lambda _: (), "What is saved names kernels that the engine has chosen"),
+        Slip(steps, "KERNELS", "", lambda _: (), "What is saved names kernels that the engine has chosen"),
         "state_of_groups_in_another_order",
     ),
 }

@@ -205,13 +205,13 @@ TABLE = slips(
         fsdp.update.matrices.Lane.finish: groups[m.group], m => groups[0], m
         split
     numbers of the first step: Others are told of a state once
-        fsdp.update.own_step.OwnStep._tell: _told(held) != _told(state.get(m.param, {})) => not state.get(m.param)
+        fsdp.update.steps.OwnStep._tell: _told(held) != _told(state.get(m.param, {})) => not state.get(m.param)
         SOAP
     a weight that stays: What an owner makes is not taken
-        fsdp.update.own_step.OwnStep.take: rows.copy_(values) => rows
+        fsdp.update.steps.OwnStep.take: rows.copy_(values) => rows
         Shampoo
     gradients of weights: Weights are given as gradients
-        fsdp.update.own_step.OwnStep.give: values_here(cast(Tensor, grad_of(param))) => values_here(param)
+        fsdp.update.steps.OwnStep.give: values_here(cast(Tensor, grad_of(param))) => values_here(param)
         Adafactor
     columns of the first: Every tensor-parallel rank gives the first one's columns
         fsdp.update.matrices._box_here: chunks[0].offsets or => (chunks[0].offsets[:1] + (0, 0))[: param.dim()] or

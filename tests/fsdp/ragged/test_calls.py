@@ -130,7 +130,7 @@ MUTANTS = {
         fsdp.ragged.operations._random: like.rows_of(_first_ranks(drawn, mesh)) => drawn[: len(like._local_tensor)]
         uneven: p.normal_()
     rows in rank order: Rows are put together in the order of ranks
-        fsdp.ragged.placement.RaggedShard.gather: sorted(zip(self.spans, found, strict=True), key=lambda each: each[0])
+        fsdp.ragged.tensor.RaggedShard.gather: sorted(zip(self.spans, found, strict=True), key=lambda each: each[0])
             => zip(self.spans, found, strict=True)
         turned: p.cumsum(1)
     rows alone: A norm over rows is one of all elements
@@ -146,13 +146,13 @@ MUTANTS = {
         fsdp.ragged.operations._whole: value.numel() > 1 => False
         uneven: torch.ones(8, 3) + p
     short rows: Fewer rows than the longest cut's are lost in a gather
-        fsdp.ragged.placement.RaggedShard.gather: padded[: len(local)] = local => pass
+        fsdp.ragged.tensor.RaggedShard.gather: padded[: len(local)] = local => pass
         uneven: p.cumsum(1)
     long rows: What fills up a gather is taken for rows
-        fsdp.ragged.placement.RaggedShard.gather: rows[: end - begin] => rows
+        fsdp.ragged.tensor.RaggedShard.gather: rows[: end - begin] => rows
         uneven: p.cumsum(1)
     all cuts are equal: Cuts of other rows are equal
-        fsdp.ragged.placement.RaggedShard.__eq__: and self.spans == other.spans =>
+        fsdp.ragged.tensor.RaggedShard.__eq__: and self.spans == other.spans =>
         uneven: p + q
     spans of rank 0: Every rank takes the first one's rows of a whole tensor
         fsdp.ragged.tensor.RaggedTensor.place: each.spans[here[axis]] => each.spans[0]

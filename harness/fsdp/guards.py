@@ -1,5 +1,6 @@
-"""Data that several ranks hold alike: weights, compared every few steps; and modules, settings and plans, compared
-before anything is changed.
+"""Guards of a model: its watchdog; gradients that are not finite; data that several ranks hold alike.
+
+Weights are compared every few steps; modules, settings and plans before anything is changed.
 
 Words of 32, 16 or 8 bits are mixed with their index, not linearly, so that changes do not cancel, and added modulo
 2^64: a sum of integers has no order, so any kernel gives the same hash.
@@ -7,22 +8,69 @@ Words of 32, 16 or 8 bits are mixed with their index, not linearly, so that chan
 
 from __future__ import annotations
 
+import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from harness.fsdp.comm import events
 from harness.fsdp.comm.communicator import Communicator
 from harness.fsdp.comm.device import is_queued
 from harness.fsdp.comm.mesh import Groups, Meshes, all_values, everyones
-from harness.fsdp.guards.watches import by_value, ranks_text
+from harness.fsdp.options import Options
 from harness.fsdp.storage.param_group import ParamGroup
 from harness.fsdp.storage.placement import REPLICATE
 from harness.fsdp.tensor_parallel import TpShard, UnknownPlan, values_here
+from harness.watchdog import (
+    CollectiveError as CollectiveError,
+    Watchdog,
+    abort_group,
+    by_value as by_value,
+    default_timeout_s,
+    ranks_text as ranks_text,
+)
+
+
+class ModelWatchdog(Watchdog, events.Observer):  # type: ignore[misc] # both have a `waiting`, to the same end
+    """Told by the engine what its collectives and waits are."""
+
+
+def watch_groups(comms: Sequence[Communicator], options: Options, where: Callable[[], str]) -> ModelWatchdog | None:
+    """A watchdog that observes the engine's collectives until `end_watch`; None for a model of one rank.
+
+    comms: the first has all ranks of the model; their shared memory is aborted with them. Raises ValueError: the limit
+    is not positive.
+    """
+    if comms[0].size == 1:
+        return None
+    groups, runtime, limit_s = [comm.group for comm in comms], comms[0].runtime, options.watchdog_timeout_s
+    if limit_s is None:
+        limit_s = default_timeout_s(groups, runtime.device)
+    mark = runtime.record if runtime.has_streams else None
+    beside = WeakSet(comm.shm for comm in comms if comm.shm is not None)
+
+    def abort(group: dist.ProcessGroup) -> None:
+        for each in beside:
+            each.abort()
+        abort_group(group)
+
+    check = options.check_collectives
+    watchdog = ModelWatchdog(groups, limit_s, where=where, abort=abort, mark=mark, records=False, check=check)
+    watchdog.attach()
+    return watchdog
+
+
+def end_watch(watchdog: ModelWatchdog | None) -> None:
+    if watchdog is not None:
+        watchdog.close()
+        watchdog.detach()
+
 
 HASHES = "replica hashes"
 BLOCK = 1 << 16  # words hashed at a time on a CPU: they stay in cache
@@ -185,3 +233,62 @@ def check_copies(module: nn.Module, tensor: Communicator | None) -> None:
             f"{error}. Every tensor-parallel rank must begin with the same values of what is not cut: seed them alike."
             " What a module cuts by itself must say so: a DTensor, or the marks tensor_model_parallel and partition_dim"
         ) from None
+
+
+PURPOSE = "non-finite gradients"
+
+
+class GradientGuard:
+    """Gradients that are not finite, reported by all ranks at the end of a step.
+
+    A rank that raised in the middle of a backward would leave the others waiting in their collectives: one small
+    all-reduce tells every rank, and all raise one error. A bucket is looked at once a backward: right before it is
+    sent, in the wire's dtype, or else at the end of the backward. The host reads one number, and the rest only if that
+    is not zero.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        self.comm = comm
+        self._microbatch = 0  # counts from 1
+        # of each bucket in each backward: microbatch, names and numbers of elements, and the largest element of each
+        self._seen: list[tuple[int, list[tuple[str, int]], Tensor]] = []
+
+    def begin_backward(self) -> None:
+        self._microbatch += 1
+
+    def forget(self) -> None:
+        self._microbatch, self._seen = 0, []
+
+    @torch.no_grad()
+    def look(self, bucket: ParamGroup, gradients: Tensor) -> None:
+        """Look at an unsharded bucket of unreduced gradients, any floating-point dtype."""
+        held = [(name, view) for name, view in bucket.named_slices(gradients) if view.numel()]
+        if held:
+            largest = torch.stack([torch.linalg.vector_norm(view, math.inf) for _, view in held])
+            self._seen.append((self._microbatch, [(name, view.numel()) for name, view in held], largest))
+
+    def report(self) -> None:
+        """Raise the same FloatingPointError on all ranks if any of them found something. *Collective.*"""
+        found = torch.zeros(1, dtype=torch.int64, device=self.comm.runtime.device)
+        for _, _, largest in self._seen:
+            found += largest.isfinite().logical_not_().sum()
+        if not int(self.comm.sum_scalars(found, PURPOSE)):
+            return
+        first = min(filter(None, everyones(self._first(), self.comm, PURPOSE)))
+        raise FloatingPointError(
+            f"gradients are not finite before their reduction: {first[-1]}. No weight was changed; zero_grad() forgets"
+            " the step"
+        )
+
+    def _first(self) -> tuple[int, int, str] | None:
+        """Microbatch, rank and description of this rank's first bad bucket.
+
+        Of its parameters the last one: the backward reached it first.
+        """
+        for microbatch, params, largest in self._seen:
+            for (name, numel), value in zip(reversed(params), reversed(largest.tolist()), strict=True):
+                if not math.isfinite(value):
+                    kind = "NaN" if math.isnan(value) else "Inf"
+                    where = f"{name} on rank {self.comm.rank} in microbatch {microbatch}"
+                    return microbatch, self.comm.rank, f"{where}: {kind} among {numel} elements"
+        return None
