@@ -1,3 +1,3 @@
-"""`harness.analysis.stats` under the name that a checkout's notebooks use."""
+"""`harness.analysis.judge` under the name that a checkout's notebooks use."""
 
-from harness.analysis.stats import *  # noqa: F403
+from harness.analysis.judge import *  # noqa: F403

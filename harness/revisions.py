@@ -28,8 +28,8 @@ from pathlib import Path
 
 from harness.config.errors import BadRequest, refuse
 from harness.config.words import quote
-from harness.launch.local.pool import listening
 from harness.launch.local.ranks import log_tail
+from harness.launch.local.run import listening
 from harness.parity import Verdict
 from harness.parity.compare import compare_versions
 from harness.parity.tiers.comparable import REPEATABLE

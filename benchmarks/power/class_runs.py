@@ -29,7 +29,7 @@ from benchmarks.pages.tables import markdown_table
 from benchmarks.power import classes
 from benchmarks.power.classes import ClassPair
 from benchmarks.power.steps import PASSES, compose_all
-from harness.analysis.stats import interval
+from harness.analysis.judge import interval
 from harness.config.compose import Cell
 from harness.config.schema import Config
 from harness.parity.compare import judge

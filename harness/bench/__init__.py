@@ -3,7 +3,6 @@
 `report(root, study) -> Report`; `text` and `Report.as_json` show it.
 """
 
-from harness.bench.render import text
-from harness.bench.report import Report, report
+from harness.bench.report import Report, report, text
 
 __all__ = ["Report", "report", "text"]

@@ -36,8 +36,7 @@ def run_report(arguments: Namespace) -> int:
         raise unknown(f"report {arguments.study}", Path(root), name)
     try:
         from harness.analysis.judge import study
-        from harness.report.contents import contents
-        from harness.report.page import page
+        from harness.report.contents import contents, page
     except ImportError as error:
         problem = f"needs {error.name}, which is not installed"
         raise refuse("report", problem, fix=commands.install("analysis")) from None

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from harness.cli.main import path
 from harness.cli.runs import located, say_next
+from harness.config.derived import wandb_mode
 from harness.config.errors import refuse
 from harness.config.schema import WandbMode
-from harness.config.wandb_mode import wandb_mode
 from harness.launch.slurm.scheduler import probe
 from harness.launch.submit import runs_of
 from harness.parity import StudyVerdict
@@ -83,7 +83,7 @@ def run_sync(arguments: Namespace) -> int:
 
 
 def _write(arguments: Namespace) -> int:
-    from harness.wandb_sync.files import write
+    from harness.wandb_sync.sync import write
 
     verb = f"sync {arguments.ref} --to {arguments.to}"
     if arguments.offline:
@@ -124,8 +124,7 @@ def run_wandb(arguments: Namespace) -> int:
 
 def _page(root: str, verdict: StudyVerdict) -> str:
     from harness.analysis.judge import study
-    from harness.report.contents import contents
-    from harness.report.page import page
+    from harness.report.contents import contents, page
 
     found = study(root, verdict.study, verdict=verdict)
     command = commands.verb(f"report {shlex.quote(verdict.study)}", root)

@@ -31,9 +31,9 @@ from harness.watchdog import (
     CollectiveError as CollectiveError,
     Watchdog,
     abort_group,
-    by_value as by_value,
+    by_value,
     default_timeout_s,
-    ranks_text as ranks_text,
+    ranks_text,
 )
 
 

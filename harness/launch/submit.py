@@ -12,12 +12,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from harness.config.compose import Cell
+from harness.config.derived import run_environment
 from harness.config.errors import refuse
-from harness.config.rank_environment import run_environment
 from harness.config.schema import Rerun
-from harness.launch.local.pool import exit_code, listening, run_here
 from harness.launch.local.ranks import rank_environment
-from harness.launch.local.run import EXIT_CODES, Ended, run_inline
+from harness.launch.local.run import EXIT_CODES, Ended, exit_code, listening, run_here, run_inline
 from harness.launch.opening import Action, Decision, Opened, Sources, in_blocks, is_timed, look, open_here
 from harness.launch.slurm import submission
 from harness.launch.slurm.scheduler import Scheduler, SlurmError, ask, probe

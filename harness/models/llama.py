@@ -10,6 +10,11 @@ Shapes are suffixes of tensor names: `x_BSD` is [B, S, D].
 Nothing here knows of ranks. Parameters are created uninitialised in the dtype asked for (also on the meta device) and
 filled by name from outside, so that every engine starts from the same values. The rotary tables are fp32, or fp64 in an
 fp64 model, and stay so whatever the compute dtype.
+
+The tensor-parallel plan is in torch's own styles. Matrices into heads and hidden units are cut by rows, matrices out of
+them by columns, with products summed over ranks. Embedding and output projection are cut by tokens. Norms are
+replicated and see all positions; with sequence parallelism each rank's share, so that an all-reduce becomes a
+reduce-scatter and an all-gather: as many bytes, and less memory between.
 """
 
 from __future__ import annotations
@@ -19,6 +24,17 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from torch.utils.checkpoint import checkpoint
 
 from harness.config.schema import ModelConfig
@@ -206,3 +222,53 @@ class Llama(nn.Module):
             x_BSD = block(x_BSD, cos_SE, sin_SE)
         out: Tensor = self.head(x_BSD)
         return out if self.tied_output is None else self.tied_output(out, self.embedding.weight)
+
+
+Plan = dict[str, ParallelStyle]
+
+
+def cut(model: Llama, axis: DeviceMesh, *, sequence_parallel: bool) -> None:
+    """Cut a decoder in place over the ranks of a one-dimensional mesh. Collective over it.
+
+    Args: sequence_parallel: cut activations between matrices by positions.
+    """
+    between = Shard(1) if sequence_parallel else Replicate()
+    for block in model.blocks:
+        parallelize_module(block, axis, _of_block(between))
+    parallelize_module(model, axis, _of_ends(between, is_tied=model.tied_output is not None))
+
+
+def _of_block(between: Placement) -> Plan:
+    plan: Plan = {
+        "attention": PrepareModuleInput(
+            input_layouts=(between, None, None), desired_input_layouts=(Replicate(), None, None)
+        ),
+        "attention.wq": ColwiseParallel(),
+        "attention.wk": ColwiseParallel(),
+        "attention.wv": ColwiseParallel(),
+        "attention.wo": RowwiseParallel(output_layouts=between),
+        "ffn": PrepareModuleInput(input_layouts=(between,), desired_input_layouts=(Replicate(),)),
+        "ffn.w_gate": ColwiseParallel(),
+        "ffn.w_up": ColwiseParallel(),
+        "ffn.w_down": RowwiseParallel(output_layouts=between),
+    }
+    if between.is_shard():
+        plan |= {"attention_norm": SequenceParallel(), "ffn_norm": SequenceParallel()}
+    return plan
+
+
+def _of_ends(between: Placement, *, is_tied: bool) -> Plan:
+    plan: Plan = {"embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=between)}
+    if between.is_shard():
+        plan["head.norm"] = SequenceParallel()
+    if is_tied:
+        plan["tied_output"] = PrepareModuleInputOutput(
+            input_layouts=(between, None),
+            desired_input_layouts=(Replicate(), None),
+            use_local_input=False,
+            output_layouts=Shard(-1),
+            desired_output_layouts=Replicate(),
+        )
+    else:
+        plan["head.output"] = ColwiseParallel(input_layouts=between, output_layouts=Replicate())
+    return plan

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from harness.config.derived import may_leave_unused
 from harness.config.schema import Config, ModelFamily
 from harness.fp8.linear import Fp8Linear
-from harness.models import llama, llama_plan
+from harness.models import llama
 
 NOT_ORTHOGONALIZED = re.compile(r"(^|\.)(\w*emb\w*|wte|wpe|(\w+_)?head|output)(\.|$)")
 
@@ -120,7 +120,7 @@ class LlamaWorkload(TokenWorkload):
         if type(model) is not llama.Llama:
             super().cut(model, axis, sequence_parallel=sequence_parallel)
         assert isinstance(model, llama.Llama)
-        llama_plan.cut(model, axis, sequence_parallel=sequence_parallel)
+        llama.cut(model, axis, sequence_parallel=sequence_parallel)
 
     def materialise_buffers(self, model: nn.Module, device: torch.device) -> None:
         assert isinstance(model, llama.Llama)

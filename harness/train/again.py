@@ -28,7 +28,7 @@ from harness.config.derived import global_microbatches
 from harness.config.schema import Config, ModelFamily
 from harness.control import Control
 from harness.data.reread import Reread
-from harness.engines.base.plain import plain_model
+from harness.engines.base import plain_model
 from harness.engines.protocol import TORCH_DTYPES, Microbatch, Seen
 from harness.models.workload import workload_for
 from harness.probe.meters import free_bytes

@@ -23,7 +23,7 @@ from harness.config.derived import lr_at, parameter_count
 from harness.config.schema import CkptPolicy, MeasureMode
 from harness.control import Control, StepReport
 from harness.engines.protocol import Microbatch
-from harness.probe import nccl_log, network
+from harness.probe import network
 from harness.probe.collectives import Row
 from harness.probe.meters import ASIDE
 from harness.store.metrics import MetricsWriter, cut_back, read_metrics, write_summary
@@ -32,11 +32,10 @@ from harness.train.callbacks import Callbacks, made
 from harness.train.captures import Captures
 from harness.train.evaluation import Evaluation
 from harness.train.feed import Feed, joined
-from harness.train.record import Measured, StepRecords, held_out, weights_digest
+from harness.train.record import Measured, StepRecords, WandbSync, held_out, weights_digest
 from harness.train.session import Outcome, Session
 from harness.train.step_checks import StepChecks
 from harness.train.trace import Trace, untimed
-from harness.train.wandb_sync import WandbSync
 
 
 def run(session: Session) -> Outcome:
@@ -251,8 +250,8 @@ class Loop:
 
     def _network(self) -> dict[str, Any]:
         """Requested and effective settings of NCCL; from rank 0's log."""
-        path = nccl_log.log_of_process(os.environ, os.getpid())
-        log = None if path is None else nccl_log.read(path)
+        path = network.log_of_process(os.environ, os.getpid())
+        log = None if path is None else network.read(path)
         backend = dist.get_backend() if dist.is_initialized() else "one process"
         return network.record(self.config, backend, self.session.engine.user_buffers(), log)
 

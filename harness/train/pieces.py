@@ -14,7 +14,7 @@ from torch import Tensor
 
 from harness.config.update_rule import OWN, TINY, Rule
 from harness.control import Control
-from harness.engines.base.sharded import whole
+from harness.engines.base import whole
 from harness.engines.protocol import Engine
 from harness.probe.step_checks.pieces import Piece, own_places, shares
 from harness.probe.step_checks.sample import unit_of

@@ -11,27 +11,42 @@ tensor_bytes (of the last warm-up step, by rank: persistent, peak, and the growt
 settled state; null where it could not be followed), planned (kept, peak and sent as `harness.plan` has them; null: no
 plan) and load (load average at_start and at_end, others_cores: processor
 time of anything but these ranks over the timed_s seconds of timed steps).
+
+Rank 0's copy of its run to wandb, by a thread that can neither fail nor hold up the run.
+
+A copy that ends early is reported once, on the terminal and in `status.json`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
+import os
+import queue
+import shlex
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from harness.config.derived import tokens_per_step
-from harness.config.schema import Config
+from harness.config.derived import tokens_per_step, wandb_mode
+from harness.config.schema import Config, WandbMode
 from harness.control import StepReport
 from harness.data.loader import global_digest
 from harness.engines.protocol import Ranks, Scaled
 from harness.probe.capture import raw_bytes
 from harness.probe.collectives import Row, by_kind
 from harness.probe.flops import flops_per_token, peak_flops
+from harness.store import commands, status
+from harness.store.errors import StoreError
 from harness.store.fields import as_line, members
+from harness.store.metrics import read_metrics
+from harness.store.rundir import RunDir
+from harness.store.wandb_run import copying, settle
 
 
 def global_loss(losses: Sequence[float]) -> float:
@@ -141,3 +156,65 @@ def held_out(losses: Mapping[int, float]) -> dict[str, Any]:
     best, last = min(losses, key=lambda step: (losses[step], step)), losses[max(losses)]
     validation = {"loss": last, "perplexity": perplexity(last), "best_loss": losses[best], "best_step": best}
     return {"validation": validation}
+
+
+CLOSE_S, HURRY_S = 30.0, 10.0
+"""Seconds to wait for the copy, of a done run, and of one that must make room."""
+
+
+class WandbSync:
+    def __init__(self, run_dir: Path, warn: Callable[[str], None]) -> None:
+        """A copy that is not begun. Args: warn: called once with a line on failure."""
+        self._run, self._warn = RunDir(run_dir), warn
+        self._records: queue.SimpleQueue[Mapping[str, Any] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._failed = ""
+
+    def begin(self, config: Config) -> None:
+        """Start the copy, if requested, with what `metrics.jsonl` holds, truncated to the resumed step."""
+        try:
+            mode = wandb_mode(config.wandb.mode, os.environ)
+            if mode is WandbMode.disabled:
+                return
+            for record in read_metrics(self._run.metrics):
+                self._records.put(record)
+        except (StoreError, ValueError) as error:
+            self._fail(str(error))
+            return
+        self._thread = threading.Thread(target=self._copy, args=(mode.value,), daemon=True)
+        self._thread.start()
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        if self._thread is not None:
+            self._records.put(record)
+            self._fail(self._failed)
+
+    def close(self, *, hurry: bool = False) -> None:
+        """Wait until all lines are sent, for a bounded time; idempotent."""
+        if self._thread is None:
+            return
+        self._records.put(None)
+        patience_s = HURRY_S if hurry else CLOSE_S
+        self._thread.join(patience_s)
+        late = f"not everything was sent within {patience_s:.0f} s" if self._thread.is_alive() else ""
+        self._fail(self._failed or late)
+        self._thread = None
+
+    def _copy(self, mode: str) -> None:
+        try:
+            with copying(self._run, mode, live=True, more={}) as log:
+                while (record := self._records.get()) is not None:
+                    log(record)
+            settle()
+        except BaseException as error:  # told by the thread that trains
+            self._failed = f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+    def _fail(self, why: str) -> None:
+        if not why:
+            return
+        self._thread = None
+        again = commands.verb(f"sync {shlex.quote(str(self._run.path))}")
+        text = f"wandb copy: {why}; the record is whole without it: {again}"
+        self._warn(text)
+        with contextlib.suppress(OSError, StoreError):
+            status.note(self._run.path, wandb=text)

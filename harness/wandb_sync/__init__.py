@@ -3,6 +3,6 @@
     sync(runs, mode)                what is stored, whole, with each arm's distance to its control
     push(root, study, mode, page)   a study's verdicts, report and dashboard
 
-A run that trains copies itself (`harness.train.wandb_sync`). A line is sent as the step it is, so that one that is sent
+A run that trains copies itself (`harness.train.record`). A line is sent as the step it is, so that one that is sent
 twice is kept once.
 """

@@ -12,14 +12,14 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from harness.config.rank_environment import library_environment
+from harness.config.derived import library_environment
 from harness.config.schema import Config, MeasureMode
 from harness.config.typed import load_config
 from harness.store.rank_place import RankPlace, rank_place, rendezvous_file
 from harness.store.rundir import RunDir
 from harness.store.screen import counted
 from harness.store.status import State
-from harness.worker import requeue
+from harness.worker import stop as requeue
 from harness.worker.report import Listener, Reporter
 from harness.worker.stop import StopFlag, hold_on
 

@@ -14,7 +14,7 @@ import pytest
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from harness.analysis import figures, judge, load, plot, stats
+from harness.analysis import figures, judge, load, plot
 from harness.parity import Outcome
 from harness.store import labels, provenance
 from harness.store.rundir import RunDir
@@ -71,13 +71,13 @@ def test_differences_are_relative_signed_and_by_step() -> None:
     steps = pd.DataFrame(
         {"run": ["a", "a", "b", "b", "c"], "step": [1, 2, 1, 2, 2], "loss": [2.0, -4.0, 2.5, -5.0, -4.0]}
     )
-    found = stats.against(steps, "a")
+    found = judge.against(steps, "a")
     assert list(found["run"]) == ["b", "b", "c"]
     assert list(found["difference"]) == [0.25, -0.25, 0.0]
     with pytest.raises(ValueError, match="'x' is none of the runs: a, b, c"):
-        stats.against(steps, "x")
+        judge.against(steps, "x")
     zeros = pd.DataFrame({"run": ["c", "c", "a", "a"], "step": [1, 2, 1, 2], "loss": [0.0, 0.0, 0.0, 1.0]})
-    assert list(stats.against(zeros, "c")["difference"]) == [0.0, float("inf")], "two losses of zero do not differ"
+    assert list(judge.against(zeros, "c")["difference"]) == [0.0, float("inf")], "two losses of zero do not differ"
 
 
 @pytest.mark.parametrize(
@@ -93,9 +93,9 @@ def test_parts_and_other_are_what_was_recorded(other: list[float | None] | None,
     nothing = [None, None]
     parts = {"data_s": [1.0, 1.0], "forward_s": nothing, "backward_s": nothing, "optimizer_s": [2.0, 2.0]}
     steps = pd.DataFrame({"run": ["a"] * 2, "step": [2, 3], "step_time_s": [4.0, 4.0], **parts})
-    found = stats.parts(steps if other is None else steps.assign(other_s=other))
+    found = judge.parts(steps if other is None else steps.assign(other_s=other))
     assert dict(zip(found["part"], found["seconds"], strict=True)) == wanted
-    exceeding = stats.parts(steps.assign(step_time_s=[2.0, 2.0])).to_dict("records")
+    exceeding = judge.parts(steps.assign(step_time_s=[2.0, 2.0])).to_dict("records")
     assert exceeding == [{"run": "a", "part": "other", "seconds": 2.0}]
 
 
@@ -103,7 +103,7 @@ test_a_hidden_excess_is_noticed = finds(
     "The pictures of a study",
     test_parts_and_other_are_what_was_recorded="""
         a rest below nothing: Parts that exceed a step are shown, and less than nothing
-            analysis.stats.parts: elif other.median() < 0 => elif False
+            analysis.judge.parts: elif other.median() < 0 => elif False
             (other=None, wanted={"data": 1.0, "optimizer": 2.0, "other": 1.0})
     """,
 )
@@ -273,7 +273,7 @@ test_mutants_of_pictures_are_found = finds(
     """,
     test_differences_are_relative_signed_and_by_step="""
         zero by zero: Two zeros differ by NaN
-            analysis.stats.against: .mask((loss == 0) & (base == 0), 0.0) =>
+            analysis.judge.against: .mask((loss == 0) & (base == 0), 0.0) =>
     """,
     test_a_picture_of_some_runs_shows_the_control_and_what_failed="""
         the first ones: A picture of some runs shows the first ones, without the control and what failed

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from harness.bench import Report, report, text as folded
-from harness.bench.render import COLUMNS
-from harness.bench.report import _mixed
+from harness.bench.report import COLUMNS, _mixed
 from harness.cli.main import main
 from harness.config.errors import BadRequest
 from harness.store.identity import signature

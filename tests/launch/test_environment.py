@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from harness.config.rank_environment import HEAP, network_environment, run_environment
+from harness.config.derived import HEAP, network_environment, run_environment
 from harness.launch.local.ranks import rank_environment
 from harness.store.rundir import Store
 from tests.launch.cells import make_cell

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from harness.config.compose import Cell
-from harness.launch.local.pool import listening
+from harness.launch.local.run import listening
 from harness.launch.opening import Sources, in_blocks, look
 from harness.launch.submit import submit
 from harness.launch.terminal import Terminal

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from harness.launch import snapshot
-from harness.launch.snapshot import code_copy, own_copy
+from harness.launch import opening
+from harness.launch.opening import code_copy, own_copy
 from harness.store.provenance import files_digest, sources_digest
 
 
@@ -41,7 +41,7 @@ def test_edits_after_it_was_taken_change_nothing(tmp_path, origin):
 def test_the_real_one_has_the_sources_of_this_process(tmp_path):
     taken = code_copy(tmp_path, take=True)
     assert sources_digest(taken / "harness") == sources_digest()
-    assert {path.name for path in taken.iterdir()} == {name.partition("/")[0] for name in snapshot.SHIPPED}
+    assert {path.name for path in taken.iterdir()} == {name.partition("/")[0] for name in opening.SHIPPED}
 
 
 def test_what_is_ones_own_is_copied_too(tmp_path):

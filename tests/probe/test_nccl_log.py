@@ -11,8 +11,16 @@ from typing import Any
 import pytest
 
 from harness.config.schema import Config, NcclLog, Registration, SharpAxis
-from harness.probe.nccl_log import NcclFacts, log_of_process, parse, read
-from harness.probe.network import loaded_version, record, version_of, without_effect
+from harness.probe.network import (
+    NcclFacts,
+    loaded_version,
+    log_of_process,
+    parse,
+    read,
+    record,
+    version_of,
+    without_effect,
+)
 from harness.store.show import _network
 from tests.support.needs import needs
 

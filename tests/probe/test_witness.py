@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from harness.engines.base.plain import shadow_weights
+from harness.engines.base import shadow_weights
 from harness.probe.witness import SEVERAL, UNSEEN, Seen, Witness, checksum, wrong_weights
 from tests.support.spawn import run_ranks
 

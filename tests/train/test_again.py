@@ -20,7 +20,7 @@ from torch.nn import functional
 from harness.config.schema import Config, Dtype, ModelFamily
 from harness.data import loader
 from harness.data.sources import SyntheticSource
-from harness.engines.base.plain import plain_model
+from harness.engines.base import plain_model
 from harness.engines.protocol import Engine, Microbatch, Seen
 from harness.models.workload import workload_for
 from harness.parity.alone import every_step

@@ -17,7 +17,7 @@ from harness.config.data_source import held_out_batches
 from harness.config.schema import Fp8
 from harness.engines.adapters import native
 from harness.engines.adapters.single import SingleEngine
-from harness.engines.base.plain import evaluating
+from harness.engines.base import evaluating
 from harness.store.metrics import read_metrics
 from harness.train.callbacks import Callback, EarlyStop
 from tests.support.factory import layouts, small_config, train

@@ -11,7 +11,7 @@ from harness.cli import wandb_sync
 from harness.cli.main import main
 from harness.store.metrics import read_metrics
 from harness.store.rundir import RunDir, Store
-from harness.wandb_sync import files
+from harness.wandb_sync import sync as files
 from tests.support.composing import compose
 from tests.support.factory import small_config, train
 from tests.support.mutants import kills

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from harness.config.derived import wandb_mode
 from harness.config.schema import CkptPolicy, WandbMode
-from harness.config.wandb_mode import wandb_mode
 from harness.store import status, wandb_run
 from harness.store.fields import METRICS, as_line, synced
 from harness.store.files import write_json
@@ -21,7 +21,7 @@ from harness.store.metrics import MetricsWriter, cut_back, read_metrics
 from harness.store.rundir import RunDir
 from harness.store.status import State, Status
 from harness.store.wandb_run import wandb_id
-from harness.train.wandb_sync import WandbSync
+from harness.train.record import WandbSync
 from tests.support import wandb_file
 from tests.support.factory import freeze, small_config, stopping, train
 from tests.support.mutants import finds
@@ -155,7 +155,7 @@ def test_a_copy_that_fails_or_hangs_is_told_and_the_run_is_done(
     freeze(small_config(wandb__mode=WandbMode.offline), run.path)
     status.write(run.path, Status(State.running, "started", 0))
     monkeypatch.setattr("wandb.init", init)
-    monkeypatch.setattr("harness.train.wandb_sync.CLOSE_S", 0.3)
+    monkeypatch.setattr("harness.train.record.CLOSE_S", 0.3)
     took: list[float] = []
     close = WandbSync.close
 
@@ -206,15 +206,15 @@ test_a_mutant_is_found = finds(
     "wandb",
     test_a_copy_that_fails_or_hangs_is_told_and_the_run_is_done="""
         a copy that is awaited: A copy that hangs holds up the end
-            train.wandb_sync.WandbSync.close: self._thread.join(patience_s) => self._thread.join(4)
+            train.record.WandbSync.close: self._thread.join(patience_s) => self._thread.join(4)
             (init=hangs, told="within 0 s")
         a copy that raises: A copy that fails is not told
-            train.wandb_sync.WandbSync._copy: self._failed = => why =
+            train.record.WandbSync._copy: self._failed = => why =
             (init=refuses, told="no route")
     """,
     test_the_file_is_whole_when_following_ends="""
         a file that is not awaited: The wandb copy ends while wandb's service still writes its file
-            train.wandb_sync.settle: lambda: None
+            train.record.settle: lambda: None
         a mode in capitals: WANDB_MODE=OFFLINE, which holds here, is left for wandb to refuse
             store.wandb_run.opened: os.environ.pop(VARIABLE, None) => None
             ()

@@ -15,8 +15,7 @@ from harness.store import provenance
 from harness.store.fields import metric_of
 from harness.store.rundir import RunDir
 from harness.store.wandb_run import outcome
-from harness.wandb_sync.dashboard import BAND, VERDICTS, as_json, dashboard
-from harness.wandb_sync.push import summary_id
+from harness.wandb_sync.push import BAND, VERDICTS, as_json, dashboard, summary_id
 from harness.wandb_sync.sync import distance
 from tests.parity.corpus import DOUBLED, FP32, OURS
 from tests.parity.edits import edit_json

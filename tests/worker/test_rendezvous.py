@@ -9,8 +9,8 @@ import pytest
 from torch.distributed import TCPStore
 
 from harness.store.rank_place import RankPlace, rank_place, slurm_job
-from harness.worker import rendezvous
-from harness.worker.rendezvous import is_one_host, meet
+from harness.worker import connect
+from harness.worker.connect import is_one_host, meet
 from tests.support.mutants import finds
 
 SLURM = {
@@ -32,7 +32,7 @@ def met(attempt, launcher, environment, start="now"):
     """What each of three ranks met."""
     places = [at(rank, start, 3, launcher) for rank in reversed(range(3))]
     with ThreadPoolExecutor(3) as pool:
-        return [*pool.map(lambda place: rendezvous.meet(attempt, place, timeout_s=20, environment=environment), places)]
+        return [*pool.map(lambda place: connect.meet(attempt, place, timeout_s=20, environment=environment), places)]
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ test_a_mutant_is_found = finds(
     "launching",
     test_another_start_is_not_met="""
         one store: Ranks of a new start meet in the store of an earlier one
-            worker.rendezvous.meet: place.start => "always"
+            worker.connect.meet: place.start => "always"
             (environment={"SLURM_STEP_NUM_NODES": "1"})
     """,
 )

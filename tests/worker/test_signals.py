@@ -15,10 +15,9 @@ from harness.store import commands, failure, status
 from harness.store.rank_place import RankPlace
 from harness.store.rundir import Store, request_cancel
 from harness.store.status import Keeper, State, Status
-from harness.worker import requeue
+from harness.worker import stop as requeue
 from harness.worker.report import Reporter
-from harness.worker.requeue import Fate, judge
-from harness.worker.stop import StopFlag
+from harness.worker.stop import Fate, StopFlag, judge
 from tests.launch.cells import make_cell
 from tests.support.mutants import finds
 
@@ -64,7 +63,7 @@ def test_the_second_ctrl_c_ends_a_rank_without_a_launcher():
 
 IGNORED = """
 import os, signal
-from harness.launch.local.pool import listening
+from harness.launch.local.run import listening
 from harness.worker.stop import StopFlag
 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
 os.kill(os.getpid(), signal.SIGUSR2)

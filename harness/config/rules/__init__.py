@@ -1,8 +1,8 @@
 """Rules between settings, and on the world, before ranks start: one file a group, every violation at once.
 
 A rule is a function of a `Request` that yields violations, and names the settings it reads. A rule is skipped where
-`check_values` finds one of these out of range. Rules never raise and never change anything; only those of `data`,
-`ckpt` and `environment` look at the machine.
+`check_values` finds one of these out of range. Rules never raise and never change anything; only some of
+`running` and those of `environment` look at the machine.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType, ModuleType
 
 from harness.config.errors import Violation
-from harness.config.rules import custom, dtypes, effect, engine, environment, network, running, sizes
+from harness.config.rules import engine, environment, running, sizes
 from harness.config.rules.request import Request, Rule, check_values
 from harness.config.schema import Config
 
@@ -23,7 +23,7 @@ def rules_of(*modules: ModuleType) -> tuple[Rule, ...]:
     return tuple(each for each in found if isinstance(each, Rule))
 
 
-RULES = rules_of(sizes, custom, engine, dtypes, network, effect, running, environment)
+RULES = rules_of(sizes, engine, running, environment)
 OF_THIS_MACHINE = rules_of(environment)
 """Rules that do not matter where nothing is to run here: under launch.dry_run, and to `plan`."""
 

@@ -7,10 +7,10 @@ import os
 import shutil
 from collections.abc import Iterator
 
+from harness.config.derived import wandb_mode
 from harness.config.errors import Violation
 from harness.config.rules.request import Request, refusal, rule
 from harness.config.schema import Backend, WandbMode
-from harness.config.wandb_mode import wandb_mode
 from harness.store.provenance import versions
 
 scheduler_exists = refusal(

@@ -1,17 +1,32 @@
-"""Rules of launching, checkpoints and timed runs."""
+"""Rules of launching, checkpoints, timed runs, a user's own classes, and settings without an effect."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
+from harness.config.capabilities import ENGINES
 from harness.config.captured import captured
+from harness.config.catalog import load_catalog
 from harness.config.derived import devices_per_node
-from harness.config.doc import settings
+from harness.config.doc import as_typed, settings
 from harness.config.errors import Violation
+from harness.config.hints import explain_option
+from harness.config.own import described, trials
 from harness.config.rules.request import STEP_LISTS, Request, refusal, rule
-from harness.config.schema import Backend, CkptPolicy, Device, Dtype, EngineName, MeasureMode, WandbMode
+from harness.config.schema import (
+    NO_FAULT,
+    Backend,
+    CkptPolicy,
+    Device,
+    Dtype,
+    EngineName,
+    MeasureMode,
+    OptimizerName,
+    WandbMode,
+)
 from harness.store.reading import folder_names
 from harness.store.redaction import redactor
 from harness.store.rundir import checkpoint_folder
@@ -184,3 +199,74 @@ def traced_ranks_are_there(request: Request) -> Iterator[Violation]:
         problem = f"are not all ranks of mesh.world_size={last + 1}" if asked else "names no rank"
         choices = f"numbers from 0 to {last}; null: all"
         yield request.wrong("measure.trace_ranks", problem, choices, "measure.trace_ranks=[0]")
+
+
+@rule()
+def own_things_can_be_used(request: Request) -> Iterator[Violation]:
+    yield from (found for found in trials(request.config).values() if isinstance(found, Violation))
+
+
+@rule()
+def parameters_are_counted(request: Request) -> Iterator[Violation]:
+    if "model.parameters" in request.named:
+        typed = request.named["model.parameters"]
+        yield Violation(f"model.parameters={typed}", "is counted from the model and cannot be set", fix="leave it out")
+
+
+@rule()
+def the_engine_takes_the_optimizer(request: Request) -> Iterator[Violation]:
+    config, name = request.config, request.config.optimizer.name.name
+    if config.optimizer.name not in (OptimizerName.ext, OptimizerName.muon):
+        return
+    if not request.can.own_optimizers:
+        takers = [f"engine={name.name}" for name, can in ENGINES.items() if can.own_optimizers]
+        why = ", which steps parts of matrices, or adds their products in an order of its own" * (name == "muon")
+        problem = f"is not taken by engine={config.engine.name.name}{why}"
+        yield Violation(f"optimizer={name}", problem, ", ".join(takers), "engine=native, or optimizer=adamw")
+        return
+    found = described("optimizer", config)
+    if found is not None and config.engine.name is EngineName.native and not found.answer["elementwise"]:
+        yield Violation(
+            f"optimizer.target={found.name}",
+            "is not known to update each element on its own, and engine=native steps rows of parameters",
+            fix="elementwise = True in the class if it does; needs_whole(param), if it needs some whole; or engine=ddp",
+        )
+
+
+@rule("fault.name", "engine.name", "mesh.tp")
+def sample_acts(request: Request) -> Iterator[Violation]:
+    config = request.config
+    name, subject = config.fault.name, request.show("fault.name")
+    if name == NO_FAULT or ":" in name:
+        return
+    if name not in load_catalog()["fault"]:
+        yield replace(explain_option("fault", name), subject=subject)
+    elif config.engine.name is not EngineName.native:
+        text = f"is put into our own engine, and engine={config.engine.name.name} is another"
+        yield Violation(subject, text, fix="engine=native")
+    elif config.mesh.tp > 1:
+        yield Violation(subject, f"is not implemented with mesh.tp={config.mesh.tp}", fix="mesh.tp=1")
+
+
+@rule()
+def typed_settings_have_an_effect(request: Request) -> Iterator[Violation]:
+    engine, taken = request.config.engine.name, request.can.settings
+    for key, value in request.named.items():
+        path = key if key in settings() else key.rpartition(".")[0]
+        only = settings()[path].only if path in settings() else ()
+        failing = next((each for each in only if not each.holds(request.value(each.path))), None)
+        if failing is not None:
+            because, where = _shown(request, failing.path), failing.choose
+        elif key.startswith("engine.") and key != "engine.name" and key not in taken:
+            because = f"engine={engine.name}"
+            where = " or ".join(f"engine={each.name}" for each, can in ENGINES.items() if key in can.settings)
+        else:
+            continue
+        fix = f"leave it out, or choose {where}"
+        yield Violation(f"{key}={value}", f"has no effect with {because}", fix=fix)
+
+
+def _shown(request: Request, path: str) -> str:
+    group, value = path.partition(".")[0], as_typed(request.value(path))
+    named = group != "model" and value in load_catalog()[group]  # a family may have the name of an option
+    return f"{group}={value}" if named else request.show(path)

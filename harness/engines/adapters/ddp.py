@@ -24,7 +24,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 from harness.config.schema import Config, Dtype, Numerics
-from harness.engines.base.sharded import ReplicatedEngine
+from harness.engines.base import ReplicatedEngine
 from harness.engines.protocol import Ranks, Workload
 
 COMPRESSION: dict[Dtype, Callable[..., Any]] = {

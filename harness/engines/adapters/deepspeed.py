@@ -35,8 +35,7 @@ from harness.capture.shards import find, flat_pieces
 from harness.config.derived import microbatches_per_rank, parameter_count
 from harness.config.schema import Config, Device, Strategy
 from harness.engines import optim
-from harness.engines.base.plain import evaluating
-from harness.engines.base.sharded import whole
+from harness.engines.base import evaluating, whole
 from harness.engines.protocol import TORCH_DTYPES, Engine, Microbatch, Ranks, Seen, State, Workload
 from harness.fsdp import create_state
 from harness.probe.step_checks.pieces import Piece

@@ -39,7 +39,7 @@ from torch.distributed.fsdp.wrap import CustomPolicy
 
 from harness.capture.shards import flat_pieces
 from harness.config.schema import Config, Strategy
-from harness.engines.base.sharded import ShardedEngine, mesh_of, units_of
+from harness.engines.base import ShardedEngine, mesh_of, units_of
 from harness.engines.protocol import Ranks, Seen, Workload
 from harness.fsdp import create_state
 from harness.probe.step_checks.pieces import Piece

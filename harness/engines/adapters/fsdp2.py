@@ -45,7 +45,7 @@ from torch.distributed.tensor import DTensor
 
 from harness.config.schema import Config, OptimizerName, Strategy
 from harness.engines import optim
-from harness.engines.base.sharded import ShardedEngine, mesh_of, units_of
+from harness.engines.base import ShardedEngine, mesh_of, units_of
 from harness.engines.protocol import Microbatch, Ranks, Seen, State, Workload
 from harness.fsdp import TpShard
 

@@ -36,7 +36,7 @@ from harness.capture.shards import flat_pieces
 from harness.config.schema import Config, OptimizerName, OuterStrategy, Registration, Strategy
 from harness.engines import optim
 from harness.engines.adapters import megatron_on_cpu
-from harness.engines.base.sharded import ShardedEngine
+from harness.engines.base import ShardedEngine
 from harness.engines.protocol import TORCH_DTYPES, Ranks, Seen, State, Workload
 from harness.probe.step_checks.pieces import Piece, local_part
 

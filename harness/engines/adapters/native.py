@@ -21,8 +21,7 @@ from torch.distributed.tensor import DTensor
 from harness.config.derived import engine_options, global_microbatches, wants_infiniband_sharp
 from harness.config.schema import DTYPE_ROLES, Config, DtypeConfig, SharpAxis
 from harness.engines import optim
-from harness.engines.base.plain import evaluating
-from harness.engines.base.sharded import mesh_of
+from harness.engines.base import evaluating, mesh_of
 from harness.engines.protocol import TORCH_DTYPES, Engine, Microbatch, Ranks, Scaled, Seen, State, Workload
 from harness.fsdp import MixedPrecisionPolicy, axis_groups, create_state, fully_shard_model, fully_shard_optimizer
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from harness.config.derived import global_microbatches
 from harness.config.schema import Config, Numerics
-from harness.engines.base.sharded import ReplicatedEngine
+from harness.engines.base import ReplicatedEngine
 from harness.engines.protocol import Microbatch, Ranks, Seen, Workload
 from harness.fsdp import FixedPoint
 

@@ -21,7 +21,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import ModuleType
 
-from harness.config.rank_environment import run_environment
+from harness.config.derived import run_environment
 from harness.config.schema import Config
 from harness.store.failure import Failure
 from harness.store.provenance import python_path

@@ -4,6 +4,8 @@ A dying rank ends the others within seconds, its traceback first. A request to s
 save at the step boundary; a second ends them. What ranks say is read in their folder: steps in the run's record,
 warnings in their logs, tracebacks and stacks of a hang in files.
 A single rank may run in this process (`run_inline`), so that a debugger, a profiler or a print works.
+
+Several runs go one after another, with one handler of signals (`run_here`).
 """
 
 from __future__ import annotations
@@ -12,23 +14,25 @@ import math
 import os
 import secrets
 import signal
+import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
-from harness.config.rank_environment import run_environment
+from harness.config.derived import run_environment
 from harness.config.schema import Config
 from harness.launch.local.ranks import Rank, start_ranks
 from harness.launch.opening import Opened
 from harness.launch.terminal import Listener
 from harness.store import failure, status
-from harness.store.errors import StoreError
+from harness.store.errors import EXIT_BUSY, StoreError
 from harness.store.failure import Failure
 from harness.store.files import Lock, write_atomic
 from harness.store.metrics import decode
-from harness.store.rank_place import WARNING, RankPlace, rendezvous_file, stop_reason
+from harness.store.rank_place import STOP_SIGNALS, WARNING, RankPlace, rendezvous_file, stop_reason
 from harness.store.rundir import cancel_requested
 from harness.store.screen import unfiltered
 from harness.store.status import State
@@ -230,3 +234,49 @@ def run_inline(opened: Opened, lock: Lock, listener: Listener) -> Ended:
         present = opened.run.status()
     state = next(state for state, own in EXIT_CODES.items() if own == code)
     return Ended(state, present.reason if present is not None else "")
+
+
+TICK_S = 0.1
+
+
+@contextmanager
+def listening() -> Iterator[list[signal.Signals]]:
+    """Requests to stop, Ctrl-C among them, as they come.
+
+    Outside the main thread signals stay as they are; ignored ones stay ignored (`nohup`, a shell's `&`).
+    """
+    asked: list[signal.Signals] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield asked
+        return
+    before = {
+        number: signal.signal(number, lambda number, _: asked.append(signal.Signals(number)))
+        for number in STOP_SIGNALS
+        if signal.getsignal(number) is not signal.SIG_IGN
+    }
+    try:
+        yield asked
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
+
+
+def run_here(opened: Opened, lock: Lock, listener: Listener, asked: Sequence[signal.Signals]) -> Ended:
+    """Run an opened attempt to its end. Owns `lock` from here on.
+
+    Args: asked: requests to stop, as they come; the second Ctrl-C ends the ranks at once.
+    """
+    run, heard = LocalRun(opened, lock, listener), 0
+    while (ended := run.poll()) is None:
+        time.sleep(TICK_S)
+        if asked.count(signal.SIGINT) > 1:
+            run.cancel(stop_reason(signal.SIGINT))
+        elif len(asked) > heard:
+            heard = len(asked)
+            run.stop(asked[-1])
+    return ended
+
+
+def exit_code(codes: Sequence[int]) -> int:
+    """Combined exit code: interrupted before failed before preempted before another process's before done."""
+    return next((code for code in (130, 1, 75, EXIT_BUSY) if code in codes), 0)

@@ -30,10 +30,9 @@ from harness.config.compose import Cell
 from harness.config.derived import cpus_per_rank
 from harness.config.schema import Backend, Device, SharpAxis
 from harness.launch.local.run import Ended
-from harness.launch.opening import Action, Decision, Opened, Sources, look, open_attempt
+from harness.launch.opening import Action, Decision, Opened, Sources, code_copy, look, open_attempt
 from harness.launch.slurm.scheduler import NoAnswer, ask, max_array_size
 from harness.launch.slurm.task import write_tasks
-from harness.launch.snapshot import code_copy
 from harness.store import status
 from harness.store.errors import StoreError
 from harness.store.files import Lock, private_folder, write_atomic

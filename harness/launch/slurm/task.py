@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from harness.config.rank_environment import run_environment
+from harness.config.derived import run_environment
 from harness.config.typed import load_config
 from harness.launch.local.ranks import child_environment, worker_command
 from harness.store.files import write_json
