@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import os
-import platform
 import re
-import socket
 import subprocess
+import sys
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from functools import cache
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +26,8 @@ SHIPPED = "shipped"
 ROOT = PACKAGE / SHIPPED if (PACKAGE / SHIPPED).is_dir() else PACKAGE.parent
 """Folder of `run.py`, `conf/` and `sweeps/`: beside the package in a checkout, inside it if installed."""
 SOURCES = (
-    *("worker", "train", "checkpoint", "control.py", "engines", "models", "data", "fsdp"),
+    *("worker", "train", "checkpoint", "control.py", "engines", "models", "data"),
+    *("fsdp", "fp8", "shm", "muon.py", "private_torch.py"),
     *("config/derived.py", "config/data_source.py"),
 )
 """Sources that can change a number, relative to the package; not meters, records and the front end."""
@@ -64,7 +63,7 @@ def desk_facts(peers: Iterable[str] = ()) -> dict[str, Any]:
         "sources_digest": sources_digest(),
         "versions": versions((*PACKAGES, *peers)),
         "git": git_facts(PACKAGE.parent),
-        "submit_host": socket.gethostname(),
+        "submit_host": os.uname().nodename,
     }
 
 
@@ -72,7 +71,7 @@ def machine_facts() -> dict[str, Any]:
     system = os.uname()  # `platform.platform()` starts `uname -p`
     return {
         "platform": f"{system.sysname}-{system.release}-{system.machine}",
-        "machine": platform.machine(),
+        "machine": system.machine,
         "cpu_model": cpu_model(),
         "cpu_count": os.cpu_count(),
         "environment": {name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
@@ -80,12 +79,14 @@ def machine_facts() -> dict[str, Any]:
 
 
 def versions(names: Iterable[str] = PACKAGES) -> dict[str, str]:
-    found = {"python": platform.python_version(), "harness": _version("sharding-harness") or "unknown"}
+    found = {"python": sys.version.split()[0], "harness": _version("sharding-harness") or "unknown"}
     return found | {name: version for name in names if (version := _version(name)) is not None}
 
 
 @cache
 def _version(name: str) -> str | None:
+    from importlib import metadata  # late: most commands need no version
+
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -97,9 +98,9 @@ def cpu_model() -> str:
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
-        return platform.processor() or platform.machine()
+        return os.uname().machine
     match = re.search(r"^(?:model name|Model|cpu model)\s*:\s*(.+)$", text, re.MULTILINE)
-    return match.group(1).strip() if match else platform.machine()
+    return match.group(1).strip() if match else os.uname().machine
 
 
 def python_path(environment: Mapping[str, str], first: Path = PACKAGE.parent) -> str:

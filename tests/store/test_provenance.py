@@ -86,7 +86,9 @@ def test_the_digest_is_of_content_and_of_place(package):
 
 def test_every_source_that_counts_changes_it(package):
     found = [provenance.sources_digest(package)]
-    for name in ("engines/single.py", "train/loop.py", "models/llama.py", "data/order.py", "worker/rank.py"):
+    of_engine = ("fsdp/guards.py", "fp8/quantize.py", "shm/transfer.py", "muon.py")
+    of_run = ("engines/single.py", "train/loop.py", "models/llama.py", "data/order.py", "worker/rank.py")
+    for name in of_engine + of_run:
         with (package / name).open("a") as file:
             file.write("#\n")
         found.append(provenance.sources_digest(package))
