@@ -5,7 +5,9 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP_ARGS ?=
-# What is never imported need not be compiled; what is, Python compiles once, at its first import.
+# What is never imported need not be compiled; what is, Python compiles once, at its first import; but commands would do
+# it at each start where PYTHONDONTWRITEBYTECODE is set, as in images of containers.
+COMPILED := antlr4 attr hydra numpy omegaconf packaging pydantic scipy/special yaml
 PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile $(PIP_ARGS)
 STUDY := parity_pair
 # Workers of the tests: one more than the two cores of CI, as many tests wait. A fourth gained nothing.
@@ -84,6 +86,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	"$(PYTHON)" -m venv $(VENV)
 	$(PIP_INSTALL) -c constraints.txt torch==2.13.0 numpy
 	$(PIP_INSTALL) -c constraints.txt -e '.[wandb,analysis,dev]'
+	$(BIN)/python -m compileall -q -j 0 harness hydra_plugins $(addprefix $(VENV)/lib/python3*/site-packages/,$(COMPILED))
 	touch $@
 
 clean:

@@ -4,6 +4,7 @@ Alone it composes, freezes and launches. Started as one rank (torchrun, srun) it
 and publishes the run, the others wait for it. Torch is imported only once a request is valid.
 """
 
+import gc
 import os
 import signal
 import sys
@@ -15,6 +16,7 @@ if __name__ == "__main__":  # asked to end while we import: nothing has begun th
         if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
             signal.signal(number, lambda number, _: os._exit(130 if number == signal.SIGINT else 75))
     interpreter.require()
+    gc.set_threshold(interpreter.RARELY)
 
 os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come to us, to be explained, instead of being printed by Hydra
 
@@ -154,6 +156,7 @@ def open_and_work(arguments: Arguments, folder: Path, place: RankPlace) -> int:
 def work(answer: Answer, place: RankPlace) -> int:
     if answer.exit_code is not None:
         return answer.exit_code
+    gc.set_threshold(*interpreter.USUAL)  # as in ranks of a server: what torch leaves in circles holds memory
     from harness.launch.terminal import RunDisplay, Terminal
     from harness.store.rundir import RunDir
     from harness.worker import main as worker

@@ -1,5 +1,6 @@
 """The console script `harness`, and `python -m harness`: `run ...` is run.py; any other word is a verb."""
 
+import gc
 import os
 import runpy
 import signal
@@ -12,6 +13,7 @@ def main() -> int:
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # Ctrl-C while we import: nothing has begun
     interpreter.require()
+    gc.set_threshold(interpreter.RARELY)
     from harness.store import commands
 
     if os.path.splitext(os.path.basename(sys.argv[0]))[0] == commands.SCRIPT:

@@ -33,7 +33,8 @@ COMMANDS = {
 
 
 def used(side: Path, words: str) -> float:
-    before, environment = resource.getrusage(resource.RUSAGE_CHILDREN), {**os.environ, "PYTHONPATH": str(side)}
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    environment = {**os.environ, "PYTHONPATH": str(side), "PYTHONDONTWRITEBYTECODE": ""}
     subprocess.run([sys.executable, *words.split()], cwd=side, env=environment, capture_output=True, check=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime

@@ -158,9 +158,9 @@ class Opened:
     """Why it begins at step 0 despite an earlier attempt's progress; else empty."""
 
 
-def look(store: Store, cell: Cell, sources: Sources, jobs: JobProbe | None) -> Decision:
+def look(store: Store, cell: Cell, sources_digest: str, jobs: JobProbe | None) -> Decision:
     run = RunDir(store.path_of(cell))
-    stale = provenance.is_stale(run.path, sources.digest, own.facts(cell.typed))
+    stale = provenance.is_stale(run.path, sources_digest, own.facts(cell.typed))
     obstacle = _obstacle(run, cell, stale) if run.has_record() else ""
     found = status.effective(run.path, jobs)
     return decide(found, stale=stale, obstacle=obstacle, rerun=Rerun[cell.config["launch"]["rerun"]])
@@ -205,7 +205,7 @@ def open_here(store: Store, cell: Cell, sources: Sources, jobs: JobProbe | None)
     Raises `StoreError`: somebody took the run between look and lock.
     """
     with store.study_lock(cell.study):
-        decision = look(store, cell, sources, jobs)
+        decision = look(store, cell, sources.digest, jobs)
         if not decision.starts:
             return decision
         lock = store.create(cell).lock()

