@@ -1,4 +1,4 @@
-"""What follows from a configuration: numbers, and the environment of a rank. Pure functions of the typed root.
+"""Numbers that follow from a configuration, and environments of its ranks. Pure functions of the typed root.
 
 Some variables are read at process start, and only the launcher can set them. The rest are read when torch is loaded, so
 that a rank under torchrun or srun can set them itself.

@@ -32,6 +32,54 @@ from harness.store.redaction import redactor
 from harness.store.rundir import checkpoint_folder
 from harness.store.screen import counted
 
+
+@rule()
+def own_things_can_be_used(request: Request) -> Iterator[Violation]:
+    yield from (found for found in trials(request.config).values() if isinstance(found, Violation))
+
+
+@rule()
+def parameters_are_counted(request: Request) -> Iterator[Violation]:
+    if "model.parameters" in request.named:
+        typed = request.named["model.parameters"]
+        yield Violation(f"model.parameters={typed}", "is counted from the model and cannot be set", fix="leave it out")
+
+
+@rule()
+def the_engine_takes_the_optimizer(request: Request) -> Iterator[Violation]:
+    config, name = request.config, request.config.optimizer.name.name
+    if config.optimizer.name not in (OptimizerName.ext, OptimizerName.muon):
+        return
+    if not request.can.own_optimizers:
+        takers = [f"engine={name.name}" for name, can in ENGINES.items() if can.own_optimizers]
+        why = ", which steps parts of matrices, or adds their products in an order of its own" * (name == "muon")
+        problem = f"is not taken by engine={config.engine.name.name}{why}"
+        yield Violation(f"optimizer={name}", problem, ", ".join(takers), "engine=native, or optimizer=adamw")
+        return
+    found = described("optimizer", config)
+    if found is not None and config.engine.name is EngineName.native and not found.answer["elementwise"]:
+        yield Violation(
+            f"optimizer.target={found.name}",
+            "is not known to update each element on its own, and engine=native steps rows of parameters",
+            fix="elementwise = True in the class if it does; needs_whole(param), if it needs some whole; or engine=ddp",
+        )
+
+
+@rule("fault.name", "engine.name", "mesh.tp")
+def sample_acts(request: Request) -> Iterator[Violation]:
+    config = request.config
+    name, subject = config.fault.name, request.show("fault.name")
+    if name == NO_FAULT or ":" in name:
+        return
+    if name not in load_catalog()["fault"]:
+        yield replace(explain_option("fault", name), subject=subject)
+    elif config.engine.name is not EngineName.native:
+        text = f"is put into our own engine, and engine={config.engine.name.name} is another"
+        yield Violation(subject, text, fix="engine=native")
+    elif config.mesh.tp > 1:
+        yield Violation(subject, f"is not implemented with mesh.tp={config.mesh.tp}", fix="mesh.tp=1")
+
+
 inline_is_one_rank = refusal(
     lambda c: c.launch.inline and c.mesh.world_size > 1,
     "launch.inline",
@@ -199,53 +247,6 @@ def traced_ranks_are_there(request: Request) -> Iterator[Violation]:
         problem = f"are not all ranks of mesh.world_size={last + 1}" if asked else "names no rank"
         choices = f"numbers from 0 to {last}; null: all"
         yield request.wrong("measure.trace_ranks", problem, choices, "measure.trace_ranks=[0]")
-
-
-@rule()
-def own_things_can_be_used(request: Request) -> Iterator[Violation]:
-    yield from (found for found in trials(request.config).values() if isinstance(found, Violation))
-
-
-@rule()
-def parameters_are_counted(request: Request) -> Iterator[Violation]:
-    if "model.parameters" in request.named:
-        typed = request.named["model.parameters"]
-        yield Violation(f"model.parameters={typed}", "is counted from the model and cannot be set", fix="leave it out")
-
-
-@rule()
-def the_engine_takes_the_optimizer(request: Request) -> Iterator[Violation]:
-    config, name = request.config, request.config.optimizer.name.name
-    if config.optimizer.name not in (OptimizerName.ext, OptimizerName.muon):
-        return
-    if not request.can.own_optimizers:
-        takers = [f"engine={name.name}" for name, can in ENGINES.items() if can.own_optimizers]
-        why = ", which steps parts of matrices, or adds their products in an order of its own" * (name == "muon")
-        problem = f"is not taken by engine={config.engine.name.name}{why}"
-        yield Violation(f"optimizer={name}", problem, ", ".join(takers), "engine=native, or optimizer=adamw")
-        return
-    found = described("optimizer", config)
-    if found is not None and config.engine.name is EngineName.native and not found.answer["elementwise"]:
-        yield Violation(
-            f"optimizer.target={found.name}",
-            "is not known to update each element on its own, and engine=native steps rows of parameters",
-            fix="elementwise = True in the class if it does; needs_whole(param), if it needs some whole; or engine=ddp",
-        )
-
-
-@rule("fault.name", "engine.name", "mesh.tp")
-def sample_acts(request: Request) -> Iterator[Violation]:
-    config = request.config
-    name, subject = config.fault.name, request.show("fault.name")
-    if name == NO_FAULT or ":" in name:
-        return
-    if name not in load_catalog()["fault"]:
-        yield replace(explain_option("fault", name), subject=subject)
-    elif config.engine.name is not EngineName.native:
-        text = f"is put into our own engine, and engine={config.engine.name.name} is another"
-        yield Violation(subject, text, fix="engine=native")
-    elif config.mesh.tp > 1:
-        yield Violation(subject, f"is not implemented with mesh.tp={config.mesh.tp}", fix="mesh.tp=1")
 
 
 @rule()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from harness.fsdp.update import steps
-from tests.fsdp.steps import world
-from tests.fsdp.steps.more_programs import PROGRAMS
+from tests.fsdp.local_step import world
+from tests.fsdp.local_step.more_programs import PROGRAMS
 from tests.support.covering import once
 from tests.support.mutants import Slip, each, slips
 from tests.support.spawn import run_ranks
