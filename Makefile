@@ -7,7 +7,8 @@ BIN := $(VENV)/bin
 PIP_ARGS ?=
 # What is never imported need not be compiled; what is, Python compiles once, at its first import; but commands would do
 # it at each start where PYTHONDONTWRITEBYTECODE is set, as in images of containers.
-COMPILED := antlr4 attr hydra numpy omegaconf packaging pydantic scipy/special yaml
+COMPILED := annotated_types antlr4 attr hydra numpy omegaconf packaging pydantic pydantic_core scipy/special typing_extensions.py \
+  typing_inspection yaml
 PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile $(PIP_ARGS)
 STUDY := parity_pair
 # Workers of the tests: one more than the two cores of CI, as many tests wait. A fourth gained nothing.
