@@ -19,9 +19,8 @@ from harness.store.rank_place import RankPlace, rank_place, rendezvous_file
 from harness.store.rundir import RunDir
 from harness.store.screen import counted
 from harness.store.status import State
-from harness.worker import stop as requeue
 from harness.worker.report import Listener, Reporter
-from harness.worker.stop import StopFlag, hold_on
+from harness.worker.stop import Fate, StopFlag, fate_of, hold_on, requeue
 
 if TYPE_CHECKING:
     from harness.engines.protocol import Ranks
@@ -48,7 +47,7 @@ def main(run_dir: Path, attempt: int, place: RankPlace | None = None, listener: 
         # one believed lost and its successor must not write side by side
         alone = place.launcher == "slurm" and place.job and place.rank == 0
         owned: AbstractContextManager[object] = RunDir(run_dir).lock(timeout_s=10) if alone else nullcontext()
-        with owned, reporter.relaying("harness.fsdp"):
+        with owned, reporter.relaying("harness"):
             return _run(RunDir(run_dir), place, reporter, stop)
     except Exception as error:
         reporter.failed(error)
@@ -157,11 +156,11 @@ def _finish(run: RunDir, place: RankPlace, reporter: Reporter, stop: StopFlag, o
     reason = f"{stop.reason or 'another rank was asked to stop'}; {saved}"
     # The warning before the time limit is no cancellation, even where saving took until the limit itself.
     warned = stop.first is signal.SIGUSR2
-    fate = requeue.fate(place) if place.rank == 0 else requeue.Fate()
+    fate = fate_of(place) if place.rank == 0 else Fate()
     if stop.cancelled or stop.first is signal.SIGINT or (fate.cancelled and not warned):
         reporter.ended(State.cancelled, reason)
         return INTERRUPTED
     reporter.ended(State.preempted, reason)
     if place.rank == 0 and place.job and not fate.requeued:
-        requeue.requeue(place, run.path)
+        requeue(place, run.path)
     return PREEMPTED

@@ -117,7 +117,7 @@ class Fate:
     """True if the job is in the queue again already."""
 
 
-def fate(place: RankPlace) -> Fate:
+def fate_of(place: RankPlace) -> Fate:
     if not place.job:
         return Fate()
     restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))

@@ -12,10 +12,11 @@ from contextlib import nullcontext
 import pytest
 
 from harness.store import commands, failure, status
-from harness.store.rank_place import RankPlace
+from harness.store.rank_place import WARNING, RankPlace
 from harness.store.rundir import Store, request_cancel
 from harness.store.status import Keeper, State, Status
-from harness.worker import stop as requeue
+from harness.watchdog import watchdog
+from harness.worker import rank, stop
 from harness.worker.report import Reporter
 from harness.worker.stop import Fate, StopFlag, judge
 from tests.launch.cells import make_cell
@@ -131,7 +132,7 @@ def test_cancelled_or_preempted(state, restarts, before, fate):
     assert judge(f"JobId=1 {told}", "1", before) == fate
     assert judge(SIBLINGS.format(f"JobId=9 ArrayJobId=9 ArrayTaskId=2 {told}"), "9_2", before) == fate
     assert judge(f"JobId=2 {told}", "1", before) == judge("", "1", before) == Fate()
-    assert requeue.fate(RankPlace(0, 2, 0, "", "torchrun")) == Fate(), "outside of SLURM nobody is asked"
+    assert stop.fate_of(RankPlace(0, 2, 0, "", "torchrun")) == Fate(), "outside of SLURM nobody is asked"
 
 
 SCONTROL = """#!/usr/bin/env python
@@ -156,10 +157,10 @@ def test_a_job_is_put_back_whatever_signals_its_scontrol_gets(
     program.write_text(SCONTROL.format(works_at=works_at))
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(requeue, "PAUSE_S", 0.0)
+    monkeypatch.setattr(stop, "PAUSE_S", 0.0)
     if not shielded:
-        monkeypatch.setattr(requeue, "stop_signals_blocked", nullcontext)
-    assert requeue.requeue(RankPlace(0, 2, 0, "", "slurm", "3_0"), tmp_path / "a run") is taken
+        monkeypatch.setattr(stop, "stop_signals_blocked", nullcontext)
+    assert stop.requeue(RankPlace(0, 2, 0, "", "slurm", "3_0"), tmp_path / "a run") is taken
     assert len((tmp_path / "asked").read_text()) == asked
     again = commands.verb(f"retry '{tmp_path}/a run'")
     told = capsys.readouterr().err
@@ -192,6 +193,17 @@ def test_without_a_launcher_the_failing_rank_says_so_itself(reporter):
     found = status.read(reporter(1).run)
     assert (found.state, found.reason) == (State.failed, "rank 1: KeyError: 'x'")
     assert (found.keeper, found.job) == (Keeper.slurm, "7")
+
+
+def test_what_the_watchdog_logs_is_shown_at_the_front_end(reporter, capsys, monkeypatch):
+    def run(*_):
+        watchdog.LOG.error("ranks 0 and 1 wait for rank 2")
+        return 0
+
+    monkeypatch.setattr(rank, "_run", run)
+    one = reporter(0)
+    assert rank.main(one.run, 0, one.place) == 0
+    assert f"{WARNING}ranks 0 and 1 wait for rank 2\n" in capsys.readouterr().err
 
 
 def test_an_echo_waits_for_the_cause(reporter, monkeypatch):
@@ -227,7 +239,7 @@ def test_a_cancelled_run_stays_cancelled_and_a_job_that_comes_too_late_does_noth
 HANG = """
 import sys, time
 from pathlib import Path
-from harness.store.rank_place import RankPlace
+from harness.store.rank_place import WARNING, RankPlace
 from harness.worker.report import Reporter
 reporter = Reporter(Path(sys.argv[1]), 0, RankPlace(0, 2, 0, "s", "slurm", "7"))
 reporter.started()
