@@ -33,13 +33,8 @@ NAMES: dict[str, Any] = {
 """Who has each name: a class or its objects, a module's path, or another thing in words."""
 
 
-OVERRIDDEN = (
-    "_allgather_base",
-    "_apply",
-    "_local_shard_size_and_offset",
-    "_reduce_scatter_base",
-)
-"""Methods that torch calls of process groups, modules and placements."""
+OVERRIDDEN = ("_apply", "_local_shard_size_and_offset")
+"""Methods that torch calls of modules and placements."""
 
 
 def fake_store() -> Any:
@@ -90,8 +85,6 @@ foreach_add_: Any = _of("torch", "_foreach_add_")
 foreach_mul_: Any = _of("torch", "_foreach_mul_")
 foreach_norm: Any = _of("torch", "_foreach_norm")
 """One launch for several tensors; a bucket's gradients are hundreds."""
-accumulation_hooks: Callable[[Tensor], dict[int, Any] | None]
-accumulation_hooks = _descriptor(Tensor, "_post_accumulate_grad_hooks", lambda _: None)[0]
 references_to: Callable[[int], int] = _of("torch._C", "_storage_Use_Count")
 """Number of tensors on a storage, given by `cdata` of its `StorageWeakRef`; torch tells it nowhere else."""
 
@@ -104,9 +97,8 @@ def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
 
 # -- autograd ----------------------------------------------------------------------------------------------------------
 
-running_backward: Callable[[], int] = _of("torch._C", "_current_graph_task_id")
-"""Number of the backward that this thread runs, or -1."""
 running_node: Callable[[], Node | None] = _of("torch._C", "_current_autograd_node")
+"""The node of a backward that this thread runs."""
 will_run: Callable[[Node], bool] = _of("torch._C", "_will_engine_execute_node")
 
 

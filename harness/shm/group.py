@@ -148,8 +148,6 @@ class ShmGroup(dist.ProcessGroup):
     def reduce_scatter_single(self, output: Tensor, given: Tensor, opts: Any = None) -> Any:
         return self.reduce_scatter([output.view(-1)], [list(given.reshape(-1).chunk(self.size()))], opts)
 
-    _allgather_base, _reduce_scatter_base = all_gather_single, reduce_scatter_single
-
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def abort(self) -> None:

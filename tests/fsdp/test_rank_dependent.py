@@ -287,7 +287,10 @@ def no_turn_of_the_root() -> Iterator[None]:
 
 
 WEIGHTS_FIRST = Slip(
-    BackwardHooks, "_root_post_backward", "self._task = None", "self._task = None\n    self.gather.post_backward()"
+    BackwardHooks,
+    "_root_post_backward",
+    "self._end = NoneType",
+    "self._end = NoneType\n    self.gather.post_backward()",
 )
 APART = {
     "root gives no turn": (

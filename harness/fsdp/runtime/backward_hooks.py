@@ -19,6 +19,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
+from types import NoneType
 from typing import Any
 
 import torch
@@ -42,11 +43,7 @@ from harness.fsdp.storage.at_rest import location_of
 from harness.fsdp.storage.gradients import Gradients
 from harness.fsdp.storage.param_group import ParamGroup
 from harness.fsdp.storage.parameter_access import by_engine, grad_of, put_grad
-from harness.private_torch import (
-    at_end_of_backward,
-    running_backward,
-    without_torch_function,
-)
+from harness.private_torch import at_end_of_backward, running_node, without_torch_function
 
 
 class BackwardHooks:
@@ -62,8 +59,7 @@ class BackwardHooks:
         self.after_backward: Callable[[], None] = lambda: None
         self.handles: list[RemovableHandle] = []
         self._reached = units[0].name
-        self._task: int | None = None
-        self._end: Callable[[], Any] = lambda: None
+        self._end: Callable[[], Any] = NoneType  # reference to what ends the backward, which dies with that
         self._entered: set[Unit] = set()  # in a call whose end only the order of nodes tells
         self._rested: set[Unit] = set()
         self._coming: list[tuple[Call, Unit]] = []  # calls that the backward may still pass, the next one last
@@ -84,9 +80,10 @@ class BackwardHooks:
 
     def recover(self) -> None:
         """Reset after a backward that raised: autograd then calls no end callback."""
-        runs = running_backward() != -1 and self._end() is not None
+        runs = self._end() is not None and running_node() is not None  # here: another thread may let go of it later
         if runs or not self.step.in_backward:
             return
+        self._end = NoneType
         self.gather.reshard_all()
         self.reduce.post_backward(reduce=False)
         self.reduce.discard()
@@ -119,11 +116,9 @@ class BackwardHooks:
     # -- the whole backward ----------------------------------------------------------------------------------------
 
     def _root_pre_backward(self, forward: int = 0) -> None:
-        if running_backward() == self._task:
+        if self._end() is not None:
             return
         self.recover()
-        if self.step.in_backward:
-            return
         self._show_own()
         self._refuse_unsupported()
         begin_backward([unit.readiness for unit in self.units], forward)
@@ -133,10 +128,10 @@ class BackwardHooks:
         if not of_inputs:
             self.before_backward()
         self.step.pre_backward(of_inputs=of_inputs)
-        self._task = running_backward()
-        end = partial(self._root_post_backward)  # autograd alone keeps it, as long as the backward runs
+        end = partial(self._root_post_backward)
         self._end = weakref.ref(end)
         at_end_of_backward(end)
+        del end  # autograd alone keeps it, as long as the backward runs; the traceback of an error would, too
         if self.guard is not None:
             self.guard.begin_backward()
         for bucket in buckets_of(self.units):
@@ -150,7 +145,7 @@ class BackwardHooks:
         self._unshard_next()
 
     def _root_post_backward(self) -> None:
-        self._task = None
+        self._end = NoneType
         for unit in self.units:
             self.gather.reshard(unit)
         self.reduce.post_backward(reduce=self.step.plan.reduce_units)  # before waiting: [Note: Who waits for whom]
@@ -214,8 +209,7 @@ class BackwardHooks:
         self, unit: Unit, call: Call | None, forward: int, end: int, num_updates: int, gradient: Tensor
     ) -> None:
         """First gradient of a call's outputs. call: None for the model's forward. end: moment when it had ended."""
-        begins = running_backward() != self._task
-        is_stale = begins and any(bucket.is_stale for bucket in buckets_of(self.units))
+        is_stale = self._end() is None and any(bucket.is_stale for bucket in buckets_of(self.units))
         self.step.check_forward(num_updates, is_stale=is_stale)
         self._root_pre_backward(forward)
         if self._entered:
@@ -271,9 +265,7 @@ class BackwardHooks:
             )
 
     def _gradient_arrived(self, unit: Unit, gradients: Gradients, index: int, name: str, param: nn.Parameter) -> None:
-        if running_backward() == self._task:
-            self._root_pre_backward()
-        else:  # nothing else told that a backward has begun, and the gradient has come before what begins one
+        if self._end() is None:  # nothing told that a backward has begun, and the gradient came before what begins one
             self._begin_with(name, param)
         if not param.requires_grad:  # frozen since the forward: torch calls, and has brought nothing
             return

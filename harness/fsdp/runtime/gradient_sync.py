@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
 from harness.fsdp.comm import events
 from harness.fsdp.comm.communicator import Communicator, Pending
@@ -26,7 +27,7 @@ from harness.fsdp.storage.gradients import Gradients
 from harness.fsdp.storage.param_group import ParamGroup
 from harness.fsdp.storage.parameter_access import WATCH, by_engine, grad_of, put_grad
 from harness.fsdp.tensor_parallel import edits_of, values_here
-from harness.private_torch import accumulation_hooks, tree_leaves, without_torch_function
+from harness.private_torch import tree_leaves, without_torch_function
 
 DATA = "data of tensor-parallel ranks"
 
@@ -128,21 +129,21 @@ class ProgramHook:
         )
 
 
-def watch(name: str, param: nn.Parameter, step: Step, sums_elsewhere: Callable[[], bool]) -> None:
-    """Watch hooks on an unsharded parameter, those registered later too, and let them run before the engine's."""
+def watch(name: str, param: nn.Parameter, own: RemovableHandle, step: Step, sums_elsewhere: Callable[[], bool]) -> None:
+    """Watch hooks on an unsharded parameter, those registered later too, and let them run before the engine's `own`."""
 
     def watched(hook: Hook) -> Hook:
         return hook if isinstance(hook, WeakHook | ProgramHook) else ProgramHook(hook, name, step, sums_elsewhere)
 
     def hang(to: Tensor, hook: Hook) -> Any:
         handle = Tensor.register_post_accumulate_grad_hook(to, watched(hook))  # type: ignore[no-untyped-call] # torch's
-        hooks: dict[int, Hook] = accumulation_hooks(to) or {}
+        hooks: dict[int, Hook] = handle.hooks_dict_ref()
         for key in [key for key, each in hooks.items() if isinstance(each, WeakHook)]:
             hooks[key] = hooks.pop(key)
         return handle
 
     setattr(param, WATCH, hang)
-    hooks: dict[int, Hook] = accumulation_hooks(param) or {}
+    hooks: dict[int, Hook] = own.hooks_dict_ref()
     for key, hook in hooks.items():
         hooks[key] = watched(hook)
 
@@ -172,9 +173,11 @@ class GradientSync:
         self._kept: dict[ShardedParameters, tuple[list[Tensor], set[int]]] = {}
         self._has_begun = False
         self._settled = False
+        own = iter(hooks.handles)  # those on parameters come first, in this order
         for bucket in (bucket for unit in self.units for bucket in unit.trainable):
             for index, (name, param) in enumerate(bucket.params):
-                watch(name, param, self.step, WeakHook(self._sums_elsewhere, bucket.gradients, index))
+                sums_elsewhere = WeakHook(self._sums_elsewhere, bucket.gradients, index)
+                watch(name, param, next(own), self.step, sums_elsewhere)
 
     def _sums_elsewhere(self, gradients: Gradients, index: int) -> bool:
         if self.step.num_backwards > 1 and index in gradients.arrived and not gradients.is_in_place:
