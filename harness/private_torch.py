@@ -172,7 +172,7 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
     return _at(group, "_get_backend")(device)
 
 
-def backends_of(group: dist.ProcessGroup, *devices: torch.device) -> list[Any]:
+def backends_of(group: Any, *devices: torch.device) -> list[Any]:
     """Backends of these devices, else of the CPU and of the accelerator."""
     found = []
     for device in devices or filter(None, (torch.device("cpu"), torch.accelerator.current_accelerator())):

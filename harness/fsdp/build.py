@@ -255,12 +255,6 @@ class Engine:
             each.take_state()
         return [each.optimizer for each in self.local_steps]
 
-    def transport(self) -> dict[str, str]:
-        """How data moves between ranks, with the reason if a requested faster way is not available."""
-        dense = self.meshes.dense
-        outer = {f"outer_{key}": value for key, value in dense.outer.facts().items()} if dense.outer else {}
-        return dense.inner.facts() | outer
-
     def counters(self) -> dict[str, int]:
         """transient_peak_bytes: most bytes of temporary buckets (gathered weights, unreduced gradients) alive at once,
         since the model was built or `memory.reset_peak` was called."""
@@ -270,7 +264,7 @@ class Engine:
         """Remove hooks and end threads, once reductions in flight have ended; after an alarm of the watchdog none is
         waited for. The module keeps the weights that it holds now."""
         try:
-            if self.watchdog is None or not self.watchdog.is_over:
+            if self.watchdog is None or self.watchdog.message is None:
                 self.reduce.drain()
                 self.weights.wait()
         finally:

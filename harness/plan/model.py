@@ -98,8 +98,9 @@ def built(config: Config, axis: DeviceMesh | None) -> Model:
     placements = Placements.of(config.sharding.strategy, config.sharding.outer if outer > 1 else None)
     in_place = config.cluster.nodes == 1 and options["transport"] is Transport.auto
     transport = "nccl" if config.cluster.device is Device.cuda else "shm" if in_place else "gloo"
-    comm: Any = SimpleNamespace(sums_in_order=transport == "shm", is_gloo=transport == "gloo", shm=None)
-    mesh: Any = SimpleNamespace(place=place, has_outer=outer > 1, inner=comm, outer=comm, gather=comm)
+    comm: Any = SimpleNamespace(shm=transport == "shm" or None, is_gloo=transport == "gloo")
+    gather = SimpleNamespace(shm=None)  # where shared memory would be allocated
+    mesh: Any = SimpleNamespace(place=place, has_outer=outer > 1, inner=comm, outer=comm, gather=gather)
     tensor: Any = None if axis is None else SimpleNamespace(group=axis.get_group())
     registers = options["nccl_ub"] is not Registration.none and fixed_buffers(config)
     memory = Unallocated(META, fixed=fixed_buffers(config), registers=registers)

@@ -84,7 +84,7 @@ class Traffic:
             assert reduction is not None
             assert gradients is not None
             kind, width = OPERATIONS[PARTIAL, getattr(lies, step.axis.value)].value, reduction.dtypes.wire.itemsize
-            apart = reduction.legs_apart or reduction.comm.sums_in_order or not reduction.is_native
+            apart = reduction.legs_apart or reduction.comm.shm is not None or not reduction.is_native
             one_call, is_second = kind == "all_reduce" and not apart, step.operation is not Operation.reduce_scatter
             if one_call:
                 sent = 0 if is_second else sum(summed(size, sum(part.cut.sizes) * width) for part in parts)

@@ -138,9 +138,11 @@ class ShmGroup(dist.ProcessGroup):
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> Any:
         """Several sums, or averages, at once, each in rank order and in its output's dtype, which may be wider than the
         inputs'. NotImplementedError: another operation."""
-        divisor = {dist.ReduceOp.SUM: 1, dist.ReduceOp.AVG: self.size()}.get(_operation(opts))
+        given_op = getattr(opts, "reduceOp", dist.ReduceOp.SUM)
+        operation = getattr(given_op, "op", given_op)
+        divisor = {dist.ReduceOp.SUM: 1, dist.ReduceOp.AVG: self.size()}.get(operation)
         if divisor is None:
-            raise NotImplementedError(f"a reduce-scatter by {_operation(opts)} goes over a group of gloo")
+            raise NotImplementedError(f"a reduce-scatter by {operation} goes over a group of gloo")
         given = [[row[rank].detach().reshape(-1) for row in inputs] for rank in range(self.size())]
         flat = [output.view(-1) for output in outputs]
         return self.transport.reduce_scatter(given, flat, divisor=divisor)
@@ -155,11 +157,6 @@ class ShmGroup(dist.ProcessGroup):
         self.transport.abort()
 
     shutdown = abort  # which torch calls when the group is destroyed
-
-
-def _operation(opts: Any) -> Any:
-    operation = getattr(opts, "reduceOp", dist.ReduceOp.SUM)
-    return getattr(operation, "op", operation)
 
 
 def _everyones(gloo: Any, size: int, value: Any) -> list[Any]:

@@ -111,23 +111,18 @@ class Peer:
 
     def __init__(self, pid: int, file: int, size: int, inode: int) -> None:
         self.pid, self._path, self._inode = pid, f"/proc/{pid}/fd/{file}", inode
-        descriptor = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            found = os.fstat(descriptor)
+        with open(self._path, "r+b", buffering=0) as opened:
+            found = os.fstat(opened.fileno())
             if (found.st_size, found.st_ino) != (size, inode):
                 raise OSError(f"descriptor {file} of process {pid} is of another file, of {found.st_size:,} bytes")
-            self.memory = mmap.mmap(descriptor, size)
-        finally:
-            os.close(descriptor)
+            self.memory = mmap.mmap(opened.fileno(), size)
 
     def lives(self) -> bool:
         """True if the process still has its segment open."""
         try:
             return os.stat(self._path).st_ino == self._inode
-        except FileNotFoundError:
-            return False
-        except OSError:
-            return True
+        except OSError as error:
+            return not isinstance(error, FileNotFoundError)
 
 
 RING = 1 << 14

@@ -55,8 +55,6 @@ def sum_in_order(terms: Sequence[Tensor], out: Tensor, dtype: torch.dtype, *, bl
 
 LOOK_S = 0.02
 """Seconds between two looks for what else may end a wait."""
-PAUSES_S = 20e-6, 1e-3
-"""Seconds between two looks for a message, at least and at most."""
 GATHER, REDUCE = 1, 2
 KINDS = {GATHER: "all-gather", REDUCE: "reduce-scatter"}
 _ACKNOWLEDGE = -1
@@ -90,7 +88,8 @@ class Work(dist.Work):
         return not (self.missing or self.readers)
 
     def is_completed(self) -> bool:
-        return self.transport.is_done(self)
+        self.transport.advance(self)
+        return self.is_done
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait until the results are here and inputs may change. timeout: None: the group's. Raises RuntimeError: a
@@ -223,10 +222,10 @@ class Transport:
                 f" {wanted:,} bytes from {self._named(peer)}, there {KINDS.get(kind, 'another')} of {length:,} bytes"
             )
         memory = self._peers[peer].memory
-        for place, each in zip(places, expected, strict=True):
-            if not 0 <= place <= len(memory) - each.nbytes:
-                raise RuntimeError(f"{self._named(peer)} offers bytes beyond its segment")
-        return [view(memory, place, each) for place, each in zip(places, expected, strict=True)]
+        found = list(zip(places, expected, strict=True))
+        if any(not 0 <= place <= len(memory) - each.nbytes for place, each in found):
+            raise RuntimeError(f"{self._named(peer)} offers bytes beyond its segment")
+        return [view(memory, place, each) for place, each in found]
 
     def _advance_ready(self, kind: int | None = None) -> None:
         """Complete what peers have offered, of one kind or all, without waiting."""
@@ -238,12 +237,11 @@ class Transport:
 
     # -- waiting -------------------------------------------------------------------------------------------------------
 
-    def is_done(self, work: Work) -> bool:
+    def advance(self, work: Work) -> None:
         if work.number in self._open:
             with self._guard:
                 self._receive()
                 self._advance(work)
-        return work.is_done
 
     def settle(self) -> None:
         """Wait until peers have read what this rank copied, or keeps, for collectives that are complete here. Raises
@@ -258,8 +256,6 @@ class Transport:
 
     def wait_until(self, is_over: Callable[[], bool], awaited: Callable[[], set[int]], limit: timedelta | None) -> None:
         """Wait for these peers, and complete meanwhile what others offer; raises as `Work.wait`."""
-        if is_over():
-            return
         began = looked = time.monotonic()
         while not is_over():
             self._advance_ready()
@@ -276,8 +272,7 @@ class Transport:
                 if now - began > (limit or self._limit()).total_seconds():
                     names = " and ".join(self._named(peer) for peer in sorted(peers))
                     raise RuntimeError(f"Timed out waiting {now - began:.1f} s for {names}")
-            shortest, longest = PAUSES_S
-            time.sleep(min(max((now - began) / 8, shortest), longest))
+            time.sleep(min(max((now - began) / 8, 20e-6), 1e-3))
 
     def _gone(self, peers: set[int]) -> str:
         """Why nothing more will come from some peer; "" where it may."""

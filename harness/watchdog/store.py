@@ -27,7 +27,6 @@ ANSWER_S, VERDICT_S = 3.0, 6.0
 """Seconds that ranks are given to answer, and that one waits for the verdict."""
 READ_S = 2.0
 """Seconds that other ranks are given to read a message before this one fails and perhaps ends."""
-FOREVER = timedelta(days=3650)
 
 _users: defaultdict[str, count[int]] = defaultdict(count)
 """Numbers the users of each group's store in order of construction, which is the same on all its ranks."""
@@ -62,7 +61,7 @@ class RollCalls:
             if size != (size := os.stat(self._path).st_size) and self._ear.check([key]):
                 break
             time.sleep(self._tick_s)
-        self._ear.wait([key], FOREVER)
+        self._ear.wait([key], timedelta(days=3650))
         return bool(int(self._ear.get(key)))
 
     def close(self) -> None:

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 
@@ -102,13 +102,8 @@ def _absent(positions: Positions, ranks: Sequence[int]) -> list[str]:
     for rank, each in sorted(positions.items()):
         if each.waits is None:
             came = "failed" if each.failure else "has not come: it is"
-            number, name = each.history[-1] if each.history else (0, "")
-            last = (
-                f"; the last collective it began is {name} (number {number})"
-                if name
-                else " and has begun no collective"
-            )
-            parts.append(f"rank {rank} {came} {each.where}{last}")
+            last = [f"; the last collective it began is {name} (number {number})" for number, name in each.history[-1:]]
+            parts.append(f"rank {rank} {came} {each.where}{''.join(last) or ' and has begun no collective'}")
     if silent := [rank for rank in ranks if rank not in positions]:
         parts.append(
             f"{ranks_text(silent)} do{'es' if len(silent) == 1 else ''} not answer: ended, stopped, or inside a call"
@@ -171,8 +166,7 @@ class FlightRecorder:
         return [(_number(each), _name(each)) for each in entries if not each["is_p2p"]][-HISTORY:]
 
     def _entries(self, only_active: bool) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = json.loads(self._dump(True, only_active)).get("entries", [])
-        return found
+        return cast(list[dict[str, Any]], json.loads(self._dump(True, only_active)).get("entries", []))
 
 
 def _number(entry: dict[str, Any]) -> int:

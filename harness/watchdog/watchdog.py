@@ -36,21 +36,18 @@ TICK_S = 0.5
 """Seconds between two looks at this rank's waits, at most; a quarter of the limit where that is less."""
 PATIENCE_S = 10.0
 """Seconds that ranks may take to agree: more than a roll and the one before it do."""
-SILENCE = f"the store of the process group does not answer within {PATIENCE_S:g} s: who keeps it has stopped"
 SUSPECT_S = 5.0
-MARGIN_S = 30.0
-"""Seconds, a tenth of the timeout at most, that ranks have to agree on a message before the backend gives up."""
 EXIT_S = 5.0
 """Seconds that the program's end waits for a thread: one that leaves a call of torch later aborts the interpreter."""
-NEVER_SENT = (1 << 31) - 3
 BACKEND = ("gloo", "NCCL", "pair closure", "Connection", "different collectives", "imed out", "Wait timeout")
 """Words of errors that say a collective failed, rather than the program is wrong."""
 
 
 def default_timeout_s(groups: Sequence[dist.ProcessGroup], *devices: torch.device) -> float:
-    """The shortest timeout of the groups' backends, less a margin: torch would end a wait no later."""
+    """The shortest timeout of the groups' backends, less 30 seconds, a tenth of it at most, to agree on a message: torch
+    would end a wait no later."""
     given = timeout_of(*(each for group in groups for each in backends_of(group, *devices))).total_seconds()
-    return given - min(MARGIN_S, given / 10)
+    return given - min(30.0, given / 10)
 
 
 def abort_group(group: dist.ProcessGroup) -> None:
@@ -64,7 +61,7 @@ def abort_group(group: dist.ProcessGroup) -> None:
                 backend.abort()
             elif group.size() > 1:
                 nothing, peer = torch.empty(1, dtype=torch.uint8), (group.rank() + 1) % group.size()
-                group.recv([nothing], peer, NEVER_SENT).wait(timedelta(milliseconds=1))
+                group.recv([nothing], peer, (1 << 31) - 3).wait(timedelta(milliseconds=1))  # a tag that nobody sends
 
 
 def _main_thread_place() -> tuple[str, str]:
@@ -122,8 +119,10 @@ class Watchdog:
         everywhere = all(dist.get_process_group_ranks(group) == self.ranks for group in self.groups)
         self._suspects = not records and everywhere and self.timeout_s > 2 * SUSPECT_S
         self._failure: str | None = None
-        self._message: str | None = None
-        self._silence = SILENCE
+        self.message: str | None = None  # once the alarm is over: no wait in the groups will complete
+        self._silence = (
+            f"the store of the process group does not answer within {PATIENCE_S:g} s: who keeps it has stopped"
+        )
         self._is_closed = self._is_answering = False
         self._judged_at = 0.0  # when ranks were asked last
         self._wake, self._concluded = threading.Event(), threading.Event()
@@ -155,11 +154,6 @@ class Watchdog:
             self._raise_explained(error)
         finally:
             self.close()
-
-    @property
-    def is_over(self) -> bool:
-        """True once the alarm is over: no wait in the groups will complete."""
-        return self._message is not None
 
     # -- called by the program's threads -----------------------------------------------------------------------------
 
@@ -194,8 +188,8 @@ class Watchdog:
     def check(self) -> None:
         """Raise CollectiveError where the alarm is over, unless the program has destroyed the groups since."""
         is_destroyed = self._was_registered and not _is_registered(self.groups[0])
-        if self._message is not None and not is_destroyed:
-            raise CollectiveError(self._message)
+        if self.message is not None and not is_destroyed:
+            raise CollectiveError(self.message)
 
     def explain(self, error: Exception) -> Exception:
         """CollectiveError for an error of the backend, which raises the alarm; other errors as they are."""
@@ -205,9 +199,9 @@ class Watchdog:
         if self._failure is None:
             self._failure = str(error).strip().splitlines()[0].split(". This is")[0]
         self._wake.set()
-        if not self._concluded.wait(2 * self.tick_s + PATIENCE_S + 3.0) or self._message is None:
+        if not self._concluded.wait(2 * self.tick_s + PATIENCE_S + 3.0) or self.message is None:
             return error
-        return CollectiveError(self._message)
+        return CollectiveError(self.message)
 
     def _raise_explained(self, error: BaseException | None) -> None:
         explained = self.explain(error) if isinstance(error, Exception) and self._threads else error
@@ -218,7 +212,7 @@ class Watchdog:
 
     def _watch(self) -> None:
         asking, alone_at = threading.Thread(), float("inf")
-        while not self._is_closed and self._message is None:
+        while not self._is_closed and self.message is None:
             is_late = self._failure is not None or bool(self.waits.late(self.timeout_s))
             alone_at = min(alone_at, time.monotonic() + PATIENCE_S) if is_late else float("inf")
             if time.monotonic() >= alone_at:
@@ -276,9 +270,9 @@ class Watchdog:
 
     def _conclude(self, message: str) -> None:
         with self._lock:
-            if self._is_closed or self._message is not None:
+            if self._is_closed or self.message is not None:
                 return
-            self._message = message
+            self.message = message
         if not any(wait.is_main for wait in self.waits.all()):
             LOG.error(message)  # a collective of the program's own will fail in torch's words
         for group in (*self.groups, *(wait.group for wait in self.waits.all() if wait.group is not None)):

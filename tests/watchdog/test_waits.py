@@ -60,7 +60,7 @@ def raised_in_later_groups(rank: int) -> list[bool]:
     """True where `begin` raises of a watchdog whose alarm is over: in its group, and after that was destroyed."""
     group = dist.new_group([rank])
     raised, dog = [], Watchdog([group], LIMIT_S)
-    dog._message = "a hang"
+    dog.message = "a hang"
     for _ in range(2):
         try:
             dog.begin("next")

@@ -151,7 +151,7 @@ class NativeEngine(Engine):
 
     def facts(self) -> dict[str, str]:
         """Transport between ranks, and spare cores for work beside the backward."""
-        return self.model.engine.transport()
+        return self.model.engine.meshes.dense.inner.facts()
 
     def counters(self) -> dict[str, int]:
         counted = self.model.engine.counters()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -82,15 +82,18 @@ def even_cut(numel: int, size: int) -> Cut:
 
 class Evened:
     """A part as one tensor of equal chunks: a view, or, where chunks lie apart or the last ones are shorter, memory of
-    its own to be copied into or from.
+    its own that they are copied into.
 
     NCCL moves equal chunks that lie one after another; of others torch would make one call or copy a rank.
+
+    sent: the rank whose chunk is copied; None: all are.
     """
 
-    def __init__(self, part: Part) -> None:
+    def __init__(self, part: Part, sent: int | None = None) -> None:
         size, self._given = len(part.cut.spans), part
         self.is_copy = not part.cut.is_even or part.cut.covers is None
         self.part = Part.evenly(part.tensor.new_empty(part.cut.longest * size) if self.is_copy else part.chunks, size)
+        self.copy(sent)
 
     def copy(self, rank: int | None = None, *, back: bool = False) -> None:
         """Copy all chunks, or a rank's, to where the collective has them, or `back` from there."""
@@ -119,9 +122,7 @@ class Communicator:
     def __init__(
         self, group: dist.ProcessGroup | None, runtime: DeviceRuntime, transport: Transport = Options.transport
     ) -> None:
-        world: Any = dist.group.WORLD
-        self.group: dist.ProcessGroup = world if group is None else group
-        self.runtime = runtime
+        self.group, self.runtime = cast(dist.ProcessGroup, group or dist.group.WORLD), runtime
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.backend: Any = backend_of(self.group, runtime.device)
         self.is_gloo = self.backend.name() == "gloo"
@@ -133,14 +134,8 @@ class Communicator:
 
     def facts(self) -> dict[str, str]:
         """How buckets move: the backend, and why it is gloo where that is."""
-        if self.shm is not None:
-            return {"transport": "shm"}
-        return {"transport": self.backend.name()} | ({"why": self.why_gloo} if self.is_gloo else {})
-
-    @property
-    def sums_in_order(self) -> bool:
-        """True if the backend's reduce-scatter sums in rank order and in the dtype of its output."""
-        return self.shm is not None
+        by_gloo = {"why": self.why_gloo} if self.is_gloo else {}
+        return {"transport": "shm"} if self.shm is not None else {"transport": self.backend.name()} | by_gloo
 
     def settle(self) -> None:
         """Wait until peers have read this rank's part of all gathers that are complete here."""
@@ -172,9 +167,7 @@ class Communicator:
                 own = own or [row[self.rank] for row in rows]
                 events.offer(sum([each.nbytes for each in own]) * (self.size - 1))
                 return Pending([self.shm.allgather(rows, list(own), until_settled=not is_second_leg)], parts)
-            evened = [Evened(part) for part in parts]
-            for each in evened:
-                each.copy(self.rank)
+            evened = [Evened(part, self.rank) for part in parts]
             outputs = [self.as_sent(each.part.tensor) for each in evened]
             inputs = [self.as_sent(each.part.chunk(self.rank)) for each in evened]
             work = self.group.allgather_into_tensor_coalesced(outputs, inputs)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -41,9 +41,8 @@ def is_queued(device: torch.device) -> bool:
 class Event:
     """A point on a stream that another stream can wait for; always reached on a CPU."""
 
-    def __init__(self, recorded: Any = None, device: torch.device | None = None) -> None:
-        self._recorded = recorded
-        self._device = device
+    def __init__(self, recorded: Any, device: torch.device) -> None:
+        self._recorded, self._device = recorded, device
 
     def wait(self) -> None:
         """Make the current stream wait for this point (the host does not)."""
@@ -106,8 +105,7 @@ class DeviceRuntime:
 
     def allocating_from(self, pool: Any) -> AbstractContextManager[None]:
         """Allocations of this thread on this device come from the pool."""
-        allocating: AbstractContextManager[None] = cuda.use_mem_pool(pool, self.device)
-        return allocating
+        return cast(AbstractContextManager[None], cuda.use_mem_pool(pool, self.device))
 
     def keep_pages(self) -> None:
         """Have the host's allocator keep pages from step to step; see the head of this file."""
@@ -120,11 +118,8 @@ class DeviceRuntime:
             cuda.synchronize(self.device)
 
     def record(self) -> Event:
-        if not self.has_streams:
-            return Event()
-        event = cuda.Event()
-        event.record(cuda.current_stream(self.device))
-        return Event(event, self.device)
+        recorded = cuda.current_stream(self.device).record_event() if self.has_streams else None
+        return Event(recorded, self.device)
 
 
 def usual_device(of_parameters: torch.device, group: dist.ProcessGroup | None) -> torch.device:

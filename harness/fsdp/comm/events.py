@@ -44,9 +44,9 @@ CONTROL = Label("control", "")
 """Label of messages about where data lies."""
 
 
-def marked(what: str, of: str) -> record_function:
-    """Span in torch's profiler, named as FSDP2's are: `FSDP::all_gather (blocks.0/float32)`."""
-    return record_function(f"FSDP::{what} ({of})" if of else f"FSDP::{what}")
+def marked(what: str, of: str) -> Any:
+    """Begin a span in torch's profiler, named as FSDP2's are: `FSDP::all_gather (blocks.0/float32)`."""
+    return record_function(f"FSDP::{what} ({of})" if of else f"FSDP::{what}").__enter__()
 
 
 class _OfThread(threading.local):
@@ -78,8 +78,6 @@ class begin:  # used as a function, as what follows: a class is entered in a thi
             observer.begin(self._label, self._data)
         self._before, _local.label = _local.label, self._label
         self._mark = marked(*self._label) if is_profiled() else None
-        if self._mark is not None:
-            self._mark.__enter__()
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         _local.label = self._before
@@ -129,8 +127,6 @@ class waiting:
         waited = self._waited or ((_local.label,) if _local.label is not None else ())
         self._tokens = [(observer, observer.enter(waited, self._group)) for observer in _observers]
         self._mark = marked("wait", ", ".join(map(str, waited))) if waited and is_profiled() else None
-        if self._mark is not None:
-            self._mark.__enter__()
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._mark is not None:

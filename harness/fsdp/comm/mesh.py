@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -41,12 +41,10 @@ def group_of_members(
     if len(ranks) < default.size():
         default.bound_device_id = None
     try:
-        made: dist.ProcessGroup = dist.new_group(
-            list(ranks), timeout, use_local_synchronization=True, group_desc=description
-        )
+        made = dist.new_group(list(ranks), timeout, use_local_synchronization=True, group_desc=description)
+        return cast(dist.ProcessGroup, made)
     finally:
         default.bound_device_id = bound
-    return made
 
 
 _KEPT: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = WeakKeyDictionary()
@@ -182,13 +180,13 @@ class Meshes:
 
     @property
     def moving(self) -> dict[str, Communicator]:
-        found: dict[str, Communicator] = {}
-        for mark, mesh in zip(("", "expert_"), self, strict=False):
-            found |= {f"{mark}dp": mesh.inner}
-            found |= {f"{mark}dp_gather": mesh.gather} if mesh.gather is not mesh.inner else {}
-        for mark, mesh in zip(("", "expert_"), self, strict=False):
-            found |= {f"{mark}dp_outer": mesh.outer} if mesh.outer is not None else {}
-        return found
+        """What moves buckets, by name; outer axes last."""
+        marked = list(zip(("", "expert_"), self, strict=False))
+        return (
+            {f"{mark}dp": mesh.inner for mark, mesh in marked}
+            | {f"{mark}dp_gather": mesh.gather for mark, mesh in marked if mesh.gather is not mesh.inner}
+            | {f"{mark}dp_outer": mesh.outer for mark, mesh in marked if mesh.outer is not None}
+        )
 
     @property
     def communicators(self) -> list[Communicator]:
@@ -249,8 +247,6 @@ def barrier(group: dist.ProcessGroup, device: torch.device) -> None:
 
 
 def _own_group(groups: list[list[int]], name: str) -> dist.ProcessGroup:
-    own: dist.ProcessGroup
-    assert dist.group.WORLD is not None
     timeout = timeout_of(*backends_of(dist.group.WORLD))
     own, _ = dist.new_subgroups_by_enumeration(groups, timeout, group_desc=name)
-    return own
+    return cast(dist.ProcessGroup, own)

@@ -31,14 +31,11 @@ from harness.shm import sum_in_order
 from harness.shm.transfer import BLOCK
 
 RANGE_BITS = 62  # one less than an int64 has: a sum of numbers within the limit cannot wrap
-_BLOCK = 1 << 16  # elements converted at a time: they stay in cache
 _UNIT = 74
 _LIMB = 32
 _LIMIT = 2.0**26  # largest |x|: its square has 126 bits in units of 2^-74, so that every limb fits 2^31 elements
 _NUM_LIMBS = 4
 NUM_COUNTERS = _NUM_LIMBS + 2  # limbs from the highest, elements beyond the limit, elements that are not finite
-_NORM_BLOCK = 1 << 20
-_QUEUED_BLOCK = 1 << 23
 
 
 @dataclass(frozen=True)
@@ -109,7 +106,7 @@ class FixedPoint:
 
 
 def _blocks(flat: Tensor) -> Iterator[tuple[int, int]]:
-    step = max(1, flat.numel()) if is_queued(flat.device) else _BLOCK
+    step = max(1, flat.numel()) if is_queued(flat.device) else BLOCK
     for begin in range(0, flat.numel(), step):
         yield begin, min(begin + step, flat.numel())
 
@@ -121,7 +118,7 @@ def square_counters(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     """int64, shape [6]; they add over tensors of any shape, and over ranks."""
     counters = torch.zeros(NUM_COUNTERS, dtype=torch.int64, device=device)
     for tensor in tensors:
-        for block in tensor.reshape(-1).split(_QUEUED_BLOCK if is_queued(tensor.device) else _NORM_BLOCK):
+        for block in tensor.reshape(-1).split(1 << (23 if is_queued(tensor.device) else 20)):
             counters += _block_counters(block)
     return counters
 
@@ -254,7 +251,7 @@ class Reduction:
         # in 16 bits a backend may round each partial sum or none, and the order of sums changes the result
         sums_as_sent = dtypes.wire == dtypes.accum and dtypes.accum.itemsize >= 4
         sums_otherwise = numerics is not Numerics.exact and (numerics.bitwise or not sums_as_sent)
-        self.is_native = comm.sums_in_order or not (comm.is_gloo or sums_otherwise)
+        self.is_native = comm.shm is not None or not (comm.is_gloo or sums_otherwise)
         self.in_order = numerics.bitwise or comm.is_gloo
 
     def exchange(self, parts: list[Part], label: Label, factor: float = 1.0) -> Exchange:
@@ -262,9 +259,9 @@ class Reduction:
         exchange = Exchange(parts, label, factor)
         if self.comm.size == 1:
             exchange.received = [part.chunk(0) for part in parts]
-            return exchange
-        with events.begin(label, parts):
-            (self._reduce_scatter if self.is_native else self._all_to_all)(exchange)
+        else:
+            with events.begin(label, parts):
+                (self._reduce_scatter if self.is_native else self._all_to_all)(exchange)
         return exchange
 
     def fold(self, exchange: Exchange, into: list[Tensor], *, add: bool) -> None:
@@ -320,7 +317,7 @@ class Reduction:
             exchange.pending.incoming.append(work)
 
     def _is_one_call(self, label: Label) -> bool:
-        apart = self.legs_apart or self.comm.sums_in_order or not self.is_native or self.comm.size == 1
+        apart = self.legs_apart or self.comm.shm is not None or not self.is_native or self.comm.size == 1
         return label.kind == "all_reduce" and not apart
 
     def _reduce_scatter(self, exchange: Exchange) -> None:
@@ -336,8 +333,6 @@ class Reduction:
             pending.incoming = [comm.group.allreduce([part.tensor]) for part in parts]
         else:
             evened = [Evened(part) for part in parts]
-            for each in evened:
-                each.copy()
             outputs, inputs = [each.part.chunk(comm.rank) for each in evened], [each.part.tensor for each in evened]
             pending.incoming = [comm.group.reduce_scatter_tensor_coalesced(outputs, inputs)]
             pending.finish = [partial(each.copy, comm.rank, back=True) for each in evened if each.is_copy]
@@ -349,7 +344,5 @@ def _messages(parts: Sequence[Part]) -> Sequence[Part]:
     if len(parts) == 1 or num_bytes > PACKED_BYTES[is_queued(parts[0].tensor.device)]:
         return parts
     size, evened = len(parts[0].cut.spans), [Evened(part) for part in parts]
-    for each in evened:
-        each.copy()
     rows = [each.part.tensor.view(size, each.part.cut.longest) for each in evened]  # one view, however many ranks
     return [Part.evenly(torch.cat(rows, dim=1).view(-1), size)]

@@ -137,13 +137,13 @@ def watch(name: str, param: nn.Parameter, own: RemovableHandle, step: Step, sums
 
     def hang(to: Tensor, hook: Hook) -> Any:
         handle = Tensor.register_post_accumulate_grad_hook(to, watched(hook))  # type: ignore[no-untyped-call] # torch's
-        hooks: dict[int, Hook] = handle.hooks_dict_ref()
+        hooks: Any = handle.hooks_dict_ref()
         for key in [key for key, each in hooks.items() if isinstance(each, WeakHook)]:
             hooks[key] = hooks.pop(key)
         return handle
 
     setattr(param, WATCH, hang)
-    hooks: dict[int, Hook] = own.hooks_dict_ref()
+    hooks: Any = own.hooks_dict_ref()
     for key, hook in hooks.items():
         hooks[key] = watched(hook)
 
