@@ -44,7 +44,7 @@ BACKEND = ("gloo", "NCCL", "pair closure", "Connection", "different collectives"
 
 
 def default_timeout_s(groups: Sequence[dist.ProcessGroup], *devices: torch.device) -> float:
-    """The shortest timeout of the groups' backends, less 30 seconds, a tenth of it at most, to agree on a message: torch
+    """The shortest timeout of the groups' backends, less 30 seconds to agree on a message, a tenth of it at most: torch
     would end a wait no later."""
     given = timeout_of(*(each for group in groups for each in backends_of(group, *devices))).total_seconds()
     return given - min(30.0, given / 10)

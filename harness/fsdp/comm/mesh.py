@@ -180,7 +180,7 @@ class Meshes:
 
     @property
     def moving(self) -> dict[str, Communicator]:
-        """What moves buckets, by name; outer axes last."""
+        """Communicators that move buckets, by name; outer axes last."""
         marked = list(zip(("", "expert_"), self, strict=False))
         return (
             {f"{mark}dp": mesh.inner for mark, mesh in marked}
