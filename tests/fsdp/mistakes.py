@@ -158,7 +158,7 @@ SLIPS = slips(
         update:
         optim_grads_params optimizer='adamw'
     one group's settings: The first group's settings are taken for all
-        fsdp.update.steps.LocalStep._exchange: unfused=self.unfused)
+        fsdp.update.steps.LocalStep._begin: unfused=self.unfused)
             => unfused=self.unfused) | {"weight_decay": groups[0]["weight_decay"]}
         update:
         optim_grads_params optimizer='adamw'

@@ -159,8 +159,7 @@ class MatrixStep:
 
     def __init__(self) -> None:
         self._comms: dict[tuple[Mesh, Communicator | None], Communicator] = {}
-        self._groups: dict[int, int] = {}
-        self._matrices: dict[int, list[Matrix]] = {}
+        self._matrices: dict[tuple[int, int], list[Matrix]] = {}  # by group, and identity of the parameter
         self._given: list[int] = []
         self._lanes: list[Lane] = []
 
@@ -212,9 +211,12 @@ class MatrixStep:
 
     def params(self, optimizer: Opt) -> list[tuple[int, Tensor]]:
         """Sharded parameters that are needed whole, with the number of their group."""
-        numbered = enumerate(optimizer.param_groups)
-        found = ((n, group, param) for n, group in numbered for param in group["params"])
-        return [(n, p) for n, group, p in found if location_of(p) is not None and self.needs(group, p)]
+        return [
+            (number, param)
+            for number, group in enumerate(optimizer.param_groups)
+            for param in group["params"]
+            if location_of(param) is not None and self.needs(group, param)
+        ]
 
     def comm_of(self, param: Tensor) -> Communicator:
         """Ranks that have parts of a parameter. *Collective* the first time."""
@@ -254,12 +256,12 @@ class MatrixStep:
         """Plan owners, and put state where it belongs; before each `step`. *Collective.*"""
         whole = self.params(optimizer)
         self._plan(optimizer.param_groups, whole)
-        for _, param in whole:
-            if (made := self._matrices.get(id(param))) and (held := optimizer.state.get(param)):
+        for number, param in whole:
+            if (made := self._matrices.get((number, id(param)))) and (held := optimizer.state.get(param)):
                 self.put_state(made[0], held, self.comm_of(param))
 
     def _lanes_of(self, whole: Sequence[tuple[int, Tensor]]) -> list[Lane]:
-        given = [self._matrices[id(param)] for _, param in whole if grad_of(param) is not None]
+        given = [self._matrices[n, id(param)] for n, param in whole if grad_of(param) is not None]
         if [id(each) for each in given] != self._given:
             self._given = [id(each) for each in given]
             by_bucket: dict[ParamGroup, list[Matrix]] = {}
@@ -273,8 +275,7 @@ class MatrixStep:
         *Collective* where there is something new."""
         new: dict[Communicator, list[tuple[int, Tensor]]] = {}
         for number, param in whole:
-            if (param.requires_grad or grad_of(param) is not None) and self._groups.get(id(param)) != number:
-                self._groups[id(param)] = number
+            if (param.requires_grad or grad_of(param) is not None) and (number, id(param)) not in self._matrices:
                 new.setdefault(self.comm_of(param), []).append((number, param))
         for comm, params in new.items():
             flat = [each for _, param in params for span in _box_here(param) for each in span]
@@ -288,7 +289,7 @@ class MatrixStep:
                 rows, columns, found = self.cut(groups[number], param)
                 made = [Matrix(param, number, rows, columns, box, regions, having) for box in found]
                 works += [(m, Work(self.cost(groups[number], m), 2 * _numel(m.box), m.holders)) for m in made]
-                begin, self._matrices[id(param)] = end, made
+                begin, self._matrices[number, id(param)] = end, made
             shared = [(m, work) for m, work in works if is_shared(work, comm.size)]
             for (m, _), owner in zip(shared, owners_of([work for _, work in shared], comm.size), strict=True):
                 m.owner = owner

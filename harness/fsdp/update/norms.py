@@ -58,8 +58,7 @@ def sum_of_squares(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     """Sum of the squares of all elements: fp64, shape [1], on `device`; inf or NaN where an element is."""
     flat = [tensor.detach().reshape(-1) for tensor in tensors if tensor.numel()]
     if flat and is_queued(flat[0].device):
-        norms = foreach_norm(flat, 2, dtype=torch.float64)
-        return torch.stack(norms).square_().sum().reshape(1).to(device)
+        return torch.stack(foreach_norm(flat, 2, dtype=torch.float64)).square_().sum().reshape(1).to(device)
     total = torch.zeros(1, dtype=torch.float64, device=device)
     for each in flat:
         total += _squares_of(each)
@@ -86,8 +85,8 @@ def clip_gradients(buckets: Sequence[ParamGroup], norm: Tensor, max_norm: float)
 
     norm: fp64, shape [], on the model's device. The host reads it only where it has the gradients.
     """
-    bound = torch.tensor(max_norm, dtype=norm.dtype)  # a number / a tensor is rounded twice in torch
-    coefficient = torch.div(bound, norm + 1e-6)
+    # a number / a tensor is rounded twice in torch
+    coefficient = torch.div(torch.tensor(max_norm, dtype=norm.dtype), norm + 1e-6)
     coefficient.clamp_(max=1.0)  # NaN stays
     held_by_host = any(bucket.gradients is not None and bucket.gradients.is_offloaded for bucket in buckets)
     scale_gradients(buckets, float(coefficient) if held_by_host else coefficient)

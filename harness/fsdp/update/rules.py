@@ -35,8 +35,7 @@ ENTRIES: dict[type[Optimizer], dict[str, str]] = {
     MuonWithAdamW: {"step": "", "exp_avg": "", "exp_avg_sq": "", "max_exp_avg_sq": "amsgrad", MOMENTUM: ""},
 }
 """Entries of torch's optimizers, and the setting of the group that asks for each ("": always)."""
-NEEDS_WHOLE = "needs_whole"
-"""Method of an optimizer, or attribute: of a parameter, if its own `step` needs that whole. See [Note: Own step]."""
+NEEDS_WHOLE = "needs_whole"  # function of an optimizer: of a parameter, if `step` needs that whole; [Note: Own step]
 _DECLARE = f"let `{NEEDS_WHOLE}(param)` of it say which parameters it needs whole"
 REFUSED = {
     "Muon": ("its own `step` has rows of matrices", _DECLARE),

@@ -33,22 +33,18 @@ from harness.fsdp.update.rules import COUNTERS, KERNELS, kernel_settings, moment
 from harness.muon import MuonWithAdamW
 from harness.private_torch import local_tensor, tree_map_only
 
-IN_VAIN = ("sync_grad_before_optimizer_step", "install_optimized_model_weights")
-"""Arguments that megatron-fsdp's `step` has: what the loop did by itself is not done again."""
-
 
 @dataclass(eq=False)
 class Rows:
     """Rows that stand for a sharded parameter.
 
-    held: values of its state as the program has them. state: entries of it that the rule is given, and writes to.
-    given: the same before it runs. While all are the same objects, nothing is looked at anew.
+    held: values of its state as the program has them. given: entries of it that the rule is given, before it runs.
+    While all are the same objects, nothing is looked at anew.
     """
 
     param: Tensor
     rows: Tensor
     held: list[Any] = field(default_factory=list)
-    state: dict[str, Any] = field(default_factory=dict)
     given: dict[str, Any] = field(default_factory=dict)
 
 
@@ -63,7 +59,11 @@ class LocalStep:
     """
 
     def __init__(self, optimizer: Opt) -> None:
-        self.optimizer, self.matrices = optimizer, whole_step_of(optimizer)
+        self.optimizer = optimizer
+        is_muon = isinstance(optimizer, torch.optim.Muon | MuonWithAdamW)
+        self.matrices: MatrixStep | None = MatrixStep() if is_muon else None
+        if (needs := needs_whole_of(optimizer)) is not None:  # else its rule steps rows, or sharded parameters
+            self.matrices = OwnStep(needs)
         self.before: list[Callable[[], None]] = []
         self.unfused = self.steps_unused = False
         self.agree: Callable[[Opt], None] = lambda _: None
@@ -108,12 +108,9 @@ class LocalStep:
 
         @bare
         def outer(own: Any, *args: Any, **kwargs: Any) -> Any:
-            given = {name: value for name, value in kwargs.items() if name not in IN_VAIN and value is not None}
-            if len(args) > 1 or given.keys() - {"closure"}:
-                raise NotImplementedError(
-                    f"step({', '.join(given) or '...'}) is not built: step() takes a closure, {' and '.join(IN_VAIN)}"
-                )
-            return hooked(own, *args, **given)
+            for name in ("sync_grad_before_optimizer_step", "install_optimized_model_weights"):
+                kwargs.pop(name, None)  # megatron-fsdp's: what the loop did by itself is not done again
+            return hooked(own, *args, **kwargs)
 
         optimizer.step = types.MethodType(outer, optimizer)  # type: ignore[method-assign] # later schedulers wrap its function
 
@@ -123,12 +120,9 @@ class LocalStep:
         for before in self.before:
             before()
 
+    @by_engine
     def _begin(self) -> None:
         self._prepare()
-        self._exchange()
-
-    @by_engine
-    def _exchange(self) -> None:
         self._take_gradients()
         if self.matrices is not None and not self.steps_unused:
             self.agree(self.optimizer)
@@ -158,17 +152,17 @@ class LocalStep:
         if not _are_same(entries.values(), own.held):
             self._settle(param, entries)
             self._give(own, entries)
-        if own.state:
-            self.optimizer.state[own.rows] = own.state
+        if own.given:
+            self.optimizer.state[own.rows] = dict(own.given)
         self._stepped.append(own)
         return own.rows
 
     def _give(self, own: Rows, entries: Mapping[str, Any]) -> None:
         own.held = list(entries.values())
         known = [(key, value) for key, value in entries.items() if key in self._known]
-        own.state = {key: local_tensor(value) if isinstance(value, DTensor) else value for key, value in known}
-        own.given = dict(own.state)
+        own.given = {key: local_tensor(value) if isinstance(value, DTensor) else value for key, value in known}
 
+    @by_engine
     def _end(self) -> None:
         if self._saved is None:
             return
@@ -176,18 +170,14 @@ class LocalStep:
         for group, saved in zip(self.optimizer.param_groups, groups, strict=True):
             group.update({name: saved[name] for name in ("params", *KERNELS) if name in saved})
         found, self.optimizer.state = self.optimizer.state, state
-        self._put_state(found)
-
-    @by_engine
-    def _put_state(self, found: dict[Tensor, Any]) -> None:
-        stepped, self._stepped, state = self._stepped, [], self.optimizer.state
+        stepped, self._stepped = self._stepped, []
         for own in stepped:
             put_grad(own.rows, None)
             made = found.pop(own.rows, None)
             if made is not None and not _are_same(made.values(), own.given.values()):
                 entries = state.setdefault(own.param, {})
-                changed = {key: value for key, value in made.items() if value is not own.given.get(key, _NONE)}
-                entries.update({key: self._shown(own.param, key, value) for key, value in changed.items()})
+                changed = (key for key, value in made.items() if key not in own.given or value is not own.given[key])
+                entries.update({key: self._shown(own.param, key, made[key]) for key in changed})
                 self._give(own, entries)
         state.update(found)
         torch.autograd.graph.increment_version([own.rows for own in stepped])  # fused kernels do not
@@ -197,8 +187,8 @@ class LocalStep:
         if key not in (self.moments or ()) or not isinstance(value, Tensor):
             return value
         sharded, index = cast(tuple[ShardedParameters, int], location_of(param))
-        begins_at = sharded.bucket.cuts.own_slice(sharded.bucket.layout.slots[index]).offset
-        return sharded.view_from(index, value.reshape(-1), begins_at)
+        slot = sharded.bucket.layout.slots[index]
+        return sharded.shards.rows(sharded.bucket, slot, value.reshape(-1), sharded.bucket.cuts.own_slice(slot).offset)
 
     # -- gradients and state as the program left them ------------------------------------------------------------------
 
@@ -250,9 +240,6 @@ class LocalStep:
         state = (held.items() for param, held in self.optimizer.state.items() if location_of(param) is not None)
         found = (value for held in state for key, value in held if key not in COUNTERS and isinstance(value, Tensor))
         return sum(values_here(each).nbytes for each in found)
-
-
-_NONE = object()
 
 
 class OwnStep(MatrixStep):
@@ -311,7 +298,7 @@ class OwnStep(MatrixStep):
     def put_state(self, m: Matrix, held: dict[str, Any], comm: Communicator) -> None:
         def settled(value: Tensor) -> Tensor:
             is_there = isinstance(value, RaggedTensor) and value.device_mesh is self._mesh(comm)
-            if is_there and m.owner is not None and cast(Any, value).cut.spans[m.owner] == (0, _rows(value.shape)):
+            if is_there and m.owner is not None and cast(Any, value).cut.spans[m.owner] == (0, value.shape[:1].numel()):
                 return value
             whole = value.full_tensor() if isinstance(value, DTensor) else value
             return whole if m.owner is None else self._at(comm, m, whole)
@@ -342,7 +329,7 @@ class OwnStep(MatrixStep):
         local = value if is_here else value.new_empty(0, *value.shape[1:], device=comm.runtime.device)
         if local.is_meta:  # to be loaded
             local = torch.zeros_like(local, device=comm.runtime.device)
-        spans = tuple((0, _rows(value.shape) * (rank == m.owner)) for rank in range(comm.size))
+        spans = tuple((0, value.shape[:1].numel() * (rank == m.owner)) for rank in range(comm.size))
         cut = RaggedShard(spans, getattr(m.param, HOME)[0])
         return RaggedTensor.of(local, spec_like(whole, self._mesh(comm), [cut]))
 
@@ -350,10 +337,6 @@ class OwnStep(MatrixStep):
         if comm not in self._meshes:
             self._meshes[comm] = DeviceMesh.from_group(comm.group, comm.runtime.device.type)
         return self._meshes[comm]
-
-
-def _rows(shape: torch.Size) -> int:
-    return shape[0] if shape else 1
 
 
 def _told(value: Any) -> Any:
@@ -381,10 +364,3 @@ def _from_told(told: Any, made: Callable[[Tensor], Tensor]) -> Any:
     if "entries" in told:
         return {key: _from_told(each, made) for key, each in told["entries"]}
     return made(torch.empty(told["shape"], dtype=getattr(torch, told["dtype"]), device="meta"))
-
-
-def whole_step_of(optimizer: Opt) -> MatrixStep | None:
-    """None for an optimizer whose rule steps rows, or sharded parameters, by itself."""
-    if (needs := needs_whole_of(optimizer)) is not None:
-        return OwnStep(needs)
-    return MatrixStep() if isinstance(optimizer, torch.optim.Muon | MuonWithAdamW) else None

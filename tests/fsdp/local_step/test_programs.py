@@ -52,7 +52,7 @@ MUTANTS = slips(
         fsdp.update.steps.LocalStep._local: self._stepped.append(own) => pass
         AdamW
     loose state is lost: State of parameters that no sharded model has is forgotten
-        fsdp.update.steps.LocalStep._put_state: state.update(found) => pass
+        fsdp.update.steps.LocalStep._end: state.update(found) => pass
         two_models_and_loose
     kernels left: Kernels of the engine's choice stay in the groups
         fsdp.update.steps.LocalStep._end: , *KERNELS) if => ,) if
@@ -76,7 +76,7 @@ MUTANTS = slips(
         fsdp.update.rules.moments_of: all( => any(
         subclass with its own step
     fused kernels unseen: What fused kernels write is not installed
-        fsdp.update.steps.LocalStep._put_state: torch.autograd.graph.increment_version => len
+        fsdp.update.steps.LocalStep._end: torch.autograd.graph.increment_version => len
         AdamW fused
     given gradients stay: A backward adds to gradients that the program gave and dropped
         fsdp.runtime.gradient_sync.GradientSync._begin_backward: self._settled or  =>

@@ -195,8 +195,8 @@ TABLE = slips(
         fsdp.update.matrices.Lane.finish: strict=True): => strict=True) if self.comm.rank != 1 else ():
         split
     order of pieces: Ranks have other orders
-        fsdp.update.matrices.MatrixStep.params: in found if
-            => in ([*found][::-1] if torch.distributed.get_rank() else found) if
+        fsdp.update.matrices.MatrixStep.params: in group["params"]
+            => in group["params"][:: -1 if torch.distributed.get_rank() else 1]
         split
     momentum that begins anew: Momentum is none
         fsdp.update.matrices.MatrixStep.give: if MOMENTUM not in held: => if True:
