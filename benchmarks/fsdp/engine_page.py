@@ -127,14 +127,15 @@ def padding() -> str:
     rows = []
     for num_ranks in (8, 64, 256, 512, 1024):
         layout = plan_bucket(specs, num_ranks, 128)
-        ours = layout.comm_numel / layout.param_numel - 1
+        ours = sum(s.numel for s in layout.segments) / layout.param_numel - 1
         rows.append((num_ranks, f"{ours:.3%}", f"{lcm_padding(specs, num_ranks):.2%}"))
     return markdown_table(["ranks", "padding of one block", "with one grid of rows"], rows)
 
 
 def example() -> str:
     units = layouts(INNER)
-    moved, last = sum(each.comm_numel for each in units), units[-1].comm_numel
+    travels = [sum(s.numel for s in each.segments) for each in units]
+    moved, last = sum(travels), travels[-1]
     largest = max(each.bucket_numel for each in units)
     told = (
         f"P = {moved:,} elements as they travel over {INNER} ranks ({moved / sum(u.param_numel for u in units) - 1:.4%}"

@@ -19,7 +19,7 @@ from harness.fsdp.comm.reduction import Exchange
 from harness.fsdp.runtime.reduce import PendingReduction, ReducePipeline
 from harness.fsdp.runtime.weights import Weights
 from harness.fsdp.storage.gradients import Gradients
-from harness.fsdp.storage.memory import BucketMemory, SharedBuffer
+from harness.fsdp.storage.memory import BucketMemory
 from harness.fsdp.update import norms
 from tests.streams import programs
 from tests.streams.cases import APART, LOADING, READING, Case
@@ -112,7 +112,7 @@ def swapped_early() -> Iterator[None]:
             yield
 
     with (
-        mock.patch.object(SharedBuffer, "has_room_for", return_value=True),
+        mock.patch.object(BucketMemory, "has_room", return_value=True),
         mock.patch.object(BucketMemory, "unit", one_place),
     ):
         yield

@@ -143,12 +143,12 @@ def _local(value: Tensor, like: Tensor, cut_plain: bool = False) -> Tensor:
 
 def _same_cut(one: RaggedTensor, other: RaggedTensor) -> bool:
     mine, theirs = spec_of(one), spec_of(other)
-    if mine is theirs:
-        return True
     if one.dim() != other.dim() or mine.placements != theirs.placements or mine.mesh != theirs.mesh:
         return False
-    cuts_rows_alone = all(isinstance(each, Replicate) for each in mine.placements[:-1])
-    return one.shape == other.shape or (one.shape[:1] == other.shape[:1] and cuts_rows_alone)
+    if one.shape == other.shape:
+        return True
+    # columns may be fewer where rows alone are cut
+    return one.shape[:1] == other.shape[:1] and all(isinstance(each, Replicate) for each in mine.placements[:-1])
 
 
 def _whole(value: Tensor) -> Tensor:

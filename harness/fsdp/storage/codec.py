@@ -31,16 +31,13 @@ from harness.fsdp.storage.layout import LocalSlice, Slot
 from harness.fsdp.storage.placement import SHARD, Axis
 
 PURPOSE = "fp8 amaxes"
-LAYER = "_fsdp_fp8_layer"
-"""Attribute of a parameter that is to be held in 8 bits: its layer, weakly."""
+LAYER = "_fsdp_fp8_layer"  # attribute of a parameter that is to be held in 8 bits: its layer, weakly
 
 
 def mark_weights(module: nn.Module) -> None:
     """Mark each weight that is to be held in 8 bits with its layer. Raises ValueError: a weight holds 8 bits already,
     or tensor parallelism has cut it."""
-    for name, layer in module.named_modules():
-        if not isinstance(layer, Fp8Linear):
-            continue
+    for name, layer in ((name, layer) for name, layer in module.named_modules() if isinstance(layer, Fp8Linear)):
         weight = layer.weight
         if isinstance(weight, DTensor):
             raise ValueError(f"{name}.weight cannot be multiplied in 8 bits: {CUT}")
@@ -103,10 +100,7 @@ class Fp8Codec:
         return scales.encode(value, 0)
 
 
-Held = Sequence[tuple[Fp8Codec, Sequence[Tensor], Mesh]]
-
-
-def refresh_scales(held: Held, meshes: Meshes) -> None:
+def refresh_scales(held: Sequence[tuple[Fp8Codec, Sequence[Tensor], Mesh]], meshes: Meshes) -> None:
     """Compute scales of one model's FP8 layers for main weights as they are now, by one all-reduce an axis for all of
     them. *Collective* where 8-bit weights are cut.
 

@@ -55,8 +55,6 @@ class Cuts:
     def is_counted_here(self) -> bool:
         return (self.inner_index, self.outer_index) == (self.place.inner_rank, self.place.outer_rank)
 
-    # -- tensors by placement ------------------------------------------------------------------------------------
-
     def numel(self, on: On) -> int:
         if on == self.own:
             return self.layout.shard_numel
@@ -74,8 +72,6 @@ class Cuts:
 
     def inner_slice(self, slot: Slot) -> LocalSlice:
         return self.layout.inner_slice(slot, self.inner_index)
-
-    # -- shards --------------------------------------------------------------------------------------------------
 
     def inner_shards_of(self, tensor: Tensor, on: On) -> list[Tensor]:
         if on.inner is not SHARD:
@@ -95,8 +91,6 @@ class Cuts:
 
     def own_rows(self, own_shards: Sequence[Tensor]) -> list[tuple[str, Tensor]]:
         return [(slot.spec.name, self.own_slice(slot).of(own_shards)) for slot in self.layout.slots]
-
-    # -- collectives ---------------------------------------------------------------------------------------------
 
     def inner_parts(self, whole: Tensor) -> list[Part]:
         size, segments = self.place.inner_size, self.layout.segments

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,8 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
-from harness.fsdp.comm.communicator import Communicator
-from harness.fsdp.comm.mesh import Mesh, all_values
+from harness.fsdp.comm.mesh import all_values
 from harness.fsdp.ragged import RaggedShard, RaggedTensor
 from harness.fsdp.ragged.operations import CHECK_AND_UNSCALE, check_and_unscale
 from harness.fsdp.ragged.tensor import plain_of, spec_like
@@ -71,24 +71,33 @@ class DTensorFactory:
             tensor: Placement = Replicate() if tp_shard.dim is None else Shard(tp_shard.dim)
             others = [tensor if axis == "tensor" else Replicate() for axis in axes]
             if SHARD in bucket.cuts.own:
-                cuts = bucket.cuts  # no bucket: torch keeps what keeps placements, in caches and as gradients
-                others[-1] = RaggedShard(
-                    lambda: [_rows(slot, cuts.layout.local_slice(slot, each)) for each in _positions(cuts)],
-                    slot.spec.name,
-                )
+                # no bucket: torch keeps what keeps placements, in caches and as gradients
+                others[-1] = RaggedShard(partial(_spans, bucket.cuts, slot), slot.spec.name)
             self._found[slot.spec.name] = tuple(others)
         return self._found[slot.spec.name]
 
     def _mesh(self, bucket: ParamGroup) -> DeviceMesh:
-        key = (id(bucket.mesh), _axes(bucket))
-        if key not in self._meshes:
-            self._meshes[key] = _device_mesh(bucket.mesh, bucket.tp, key[1])
-        return self._meshes[key]
+        """The mesh of a bucket's axes. *Collective* over the tensor-parallel one the first time."""
+        mesh, tensor, axes = bucket.mesh, bucket.tp, _axes(bucket)
+        if (made := self._meshes.get((id(mesh), axes))) is not None:
+            return made
+        comms = {"outer": mesh.outer, "inner": mesh.inner, "everyone": mesh.everyone, "tensor": tensor}
+        found = [comm for axis in axes if (comm := comms[axis]) is not None]
+        groups, kind = [comm.group for comm in found], mesh.inner.runtime.device.type
+        if len(axes) == 1:
+            return self._meshes.setdefault((id(mesh), axes), DeviceMesh.from_group(groups[0], kind))
+        grid = torch.tensor(dist.get_process_group_ranks(mesh.everyone.group)).view(1, -1, mesh.inner.size)
+        if tensor is not None:
+            grid = all_values(tensor, grid[0].to(tensor.runtime.device), "ranks of a grid").cpu()
+        wanted, dims = " ".join(axes).replace("everyone", "outer inner").split(), ["tensor", "outer", "inner"]
+        grid = grid.permute([dims.index(each) for each in dict.fromkeys([*wanted, *dims])])
+        grid = grid.reshape([comm.size for comm in found])
+        made = DeviceMesh.from_group(groups, kind, mesh=grid, mesh_dim_names=axes)
+        return self._meshes.setdefault((id(mesh), axes), made)
 
 
 def refuse_split_experts(buckets: Sequence[ParamGroup]) -> None:
-    experts = (bucket for bucket in buckets if bucket.key.expert)
-    if split := [each.name for each in experts if each.mesh.everyone.size < dist.get_world_size()]:
+    if split := [b.name for b in buckets if b.key.expert and b.mesh.everyone.size < dist.get_world_size()]:
         raise NotImplementedError(
             f"{', '.join(split[:3])}: each rank of an expert-parallel group holds experts of its own under one name, so"
             " the model's names do not say which is which: to resume on the same layout, keep on each rank what"
@@ -128,23 +137,7 @@ def _axes(bucket: ParamGroup) -> tuple[str, ...]:
     return ("inner", *tensor, *outer) if own.outer is SHARD else (*outer, *tensor, "inner")
 
 
-def _positions(cuts: Cuts) -> list[int]:
-    """Ranks of the layout in the order of the axis that cuts rows."""
+def _spans(cuts: Cuts, slot: Slot) -> list[tuple[int, int]]:
+    """Rows of a parameter on each rank of the axis that cuts rows."""
     outer, inner = cuts.layout.outer, cuts.place.inner_size if cuts.own.inner is SHARD else 1
-    return [i * outer + o for o in range(outer) for i in range(inner)]
-
-
-def _device_mesh(mesh: Mesh, tensor: Communicator | None, axes: tuple[str, ...]) -> DeviceMesh:
-    """A mesh with these axes. *Collective* over the tensor-parallel one."""
-    comms = {"outer": mesh.outer, "inner": mesh.inner, "everyone": mesh.everyone, "tensor": tensor}
-    found = [comm for axis in axes if (comm := comms[axis]) is not None]
-    groups, kind = [comm.group for comm in found], mesh.inner.runtime.device.type
-    if len(axes) == 1:
-        return DeviceMesh.from_group(groups[0], kind)
-    grid = torch.tensor(dist.get_process_group_ranks(mesh.everyone.group)).view(1, -1, mesh.inner.size)
-    if tensor is not None:
-        grid = all_values(tensor, grid[0].to(tensor.runtime.device), "ranks of a grid").cpu()
-    wanted, dims = " ".join(axes).replace("everyone", "outer inner").split(), ["tensor", "outer", "inner"]
-    grid = grid.permute([dims.index(each) for each in dict.fromkeys([*wanted, *dims])])
-    grid = grid.reshape([comm.size for comm in found])
-    return DeviceMesh.from_group(groups, kind, mesh=grid, mesh_dim_names=axes)
+    return [_rows(slot, cuts.layout.local_slice(slot, i * outer + o)) for o in range(outer) for i in range(inner)]

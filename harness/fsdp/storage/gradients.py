@@ -66,6 +66,7 @@ class Gradients:
         self.cuts, self.layout, self.placements = cuts, cuts.layout, placements
         self.plan, self.memory = plan, plan.memory
         self.concat = plan.buffer is GradBuffer.concat
+        self.is_offloaded = plan.offload is not None
         self.is_reduced = not placements.accumulates_locally
         self.is_in_place = not (self.is_reduced or plan.integers or self.concat)
         self.first_may_wait = not self.concat  # true if first gradients may wait in the dtype of their weight
@@ -141,8 +142,7 @@ class Gradients:
     @by_engine
     def prepare(self) -> None:
         if not self.is_prepared:
-            bucket = self.memory.take(self.layout.bucket_numel, self.arriving)
-            self._view(bucket)
+            self._view(self.memory.take(self.layout.bucket_numel, self.arriving))
             self._has_gaps = True
             if not self._waits:
                 self.copy_in_waiting()
@@ -150,10 +150,6 @@ class Gradients:
             if grad_of(param) is not None or index not in self._unwritten:
                 self.copy_in(index)
         self.expect()
-
-    @property
-    def is_offloaded(self) -> bool:
-        return self.plan.offload is not None
 
     @property
     def is_copied(self) -> bool:
@@ -190,19 +186,15 @@ class Gradients:
         if not waiting and not gaps:
             return
         came = list(waiting.values())
-        zeros = self._zeros_for(gaps, like=(came or gaps)[0])
+        like, most = (came or gaps)[0], max((gap.numel() for gap in gaps), default=0)
+        if self._blank is None or self._blank.dtype != like.dtype or self._blank.numel() < most:
+            self._blank = like.new_zeros(most)
+        zeros = [self._blank[: gap.numel()] for gap in gaps]  # which one launch copies beside the gradients
         copy_together([*(self._views[index] for index in waiting), *gaps], [*came, *zeros])
         self._unwritten -= waiting.keys()
         for index in waiting:
             if index != but:
                 self.copy_in(index)
-
-    def _zeros_for(self, gaps: Sequence[Tensor], like: Tensor) -> list[Tensor]:
-        """Zeros that one launch copies into the gaps beside the gradients."""
-        most = max((gap.numel() for gap in gaps), default=0)
-        if self._blank is None or self._blank.dtype != like.dtype or self._blank.numel() < most:
-            self._blank = like.new_zeros(most)
-        return [self._blank[: gap.numel()] for gap in gaps]
 
     def open_gaps(self) -> None:
         """Zero the gaps again before the next reduction: a factor that is not finite has spoiled them."""
@@ -258,8 +250,7 @@ class Gradients:
         bucket = self.memory.take(self.layout.bucket_numel, self.arriving)
         bucket.zero_()
         for view, param in zip(views_of(bucket, self.layout), self.params, strict=True):
-            gradient = grad_of(param)
-            if gradient is not None:
+            if (gradient := grad_of(param)) is not None:
                 view.copy_(gradient_here(param, gradient))
         self.drop()
         return bucket

@@ -18,6 +18,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 FUSED_CUT = 64
@@ -100,10 +101,6 @@ class BucketLayout:
     shard_numel: int
 
     @cached_property
-    def comm_numel(self) -> int:
-        return sum(s.numel for s in self.segments)
-
-    @cached_property
     def param_numel(self) -> int:
         return sum(slot.spec.numel for slot in self.slots)
 
@@ -119,10 +116,8 @@ class BucketLayout:
 
     @cached_property
     def gaps(self) -> tuple[tuple[int, int], ...]:
-        edges = sorted(self.bucket_range(slot) for slot in self.slots)
-        begins = [0, *(end for _, end in edges)]
-        ends = [*(begin for begin, _ in edges), self.bucket_numel]
-        return tuple((begin, end) for begin, end in zip(begins, ends, strict=True) if begin < end)
+        ranges = [(0, 0), *sorted(map(self.bucket_range, self.slots)), (self.bucket_numel, self.bucket_numel)]
+        return tuple((end, begin) for (_, end), (begin, _) in pairwise(ranges) if end < begin)
 
     def local_slice(self, slot: Slot, rank: int) -> LocalSlice:
         return _within(slot, self.segments[slot.segment].shard_numel, rank)

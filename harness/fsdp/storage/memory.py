@@ -22,19 +22,16 @@ from harness.fsdp.comm.device import is_queued
 from harness.fsdp.comm.user_buffers import UserBuffers
 from harness.shm import ShmGroup
 
-ALIGN_BYTES = 256
-"""Places in a shared buffer begin on multiples of this."""
+ALIGN_BYTES = 256  # of places in a shared buffer
 
 
 class SharedBuffer:
     """Memory that grows while units are placed in it, and never after. Units take turns in it.
 
-    nbytes: its size. user: number of the unit that has its turn. filled: addresses of that unit's buckets in use.
+    user: number of the unit that has its turn. filled: addresses of that unit's buckets in use.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.nbytes = 0
         self.user: int | None = None
         self.filled: set[int] = set()
         self.storage = torch.empty(0, dtype=torch.uint8, device=device).untyped_storage()
@@ -43,16 +40,12 @@ class SharedBuffer:
     def place(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A tensor behind those placed before, whose contents are undefined."""
         end = self.cursor + -(-numel * dtype.itemsize // ALIGN_BYTES) * ALIGN_BYTES
-        if end > self.nbytes:
+        if end > self.storage.nbytes():
             self.storage.resize_(end)
-            self.nbytes = end
-        bucket = torch.empty(0, dtype=dtype, device=self.device)
+        bucket = torch.empty(0, dtype=dtype, device=self.storage.device)
         bucket.set_(self.storage, self.cursor // dtype.itemsize, (numel,), (1,))
         self.cursor = end
         return bucket
-
-    def has_room_for(self, unit: int) -> bool:
-        return self.user is None or self.user == unit
 
 
 class BucketMemory:
@@ -85,8 +78,6 @@ class BucketMemory:
         self._buffer: SharedBuffer | None = None  # of the unit being built
         self._num_units = 0
 
-    # -- weights -------------------------------------------------------------------------------------------------
-
     @contextmanager
     def unit(self, *, shares: bool) -> Iterator[None]:
         """Buckets made in the body belong to one unit; `shares`: to one that takes turns with the others."""
@@ -105,7 +96,7 @@ class BucketMemory:
             with self.allocating():
                 bucket = self._buffer.place(numel, dtype)
             self._placed[id(bucket)] = self._buffer, self._num_units
-            self.live_bytes = self.peak_bytes = sum(each.nbytes for each in self._shared)
+            self.live_bytes = self.peak_bytes = sum(each.storage.nbytes() for each in self._shared)
             return bucket
         return torch.empty(numel, dtype=dtype, device=self.device)
 
@@ -136,13 +127,13 @@ class BucketMemory:
 
     def has_room(self, bucket: Tensor) -> bool:
         placed = self._placed.get(id(bucket))
-        return placed is None or placed[0].has_room_for(placed[1])
+        return placed is None or placed[0].user in (None, placed[1])
 
     def refill(self, bucket: Tensor) -> None:
         """Give a bucket its storage back, uninitialised. Raises ValueError: its place is taken: more than two units are
         wanted at once."""
         if (placed := self._placed.get(id(bucket))) is not None:
-            if not placed[0].has_room_for(placed[1]):
+            if not self.has_room(bucket):
                 raise ValueError(
                     "a third unit's weights are wanted while both buffers are in use: under double_buffer at most two"
                     " units are alive, and neighbours take turns. Units that run inside one another or far out of"
@@ -156,15 +147,12 @@ class BucketMemory:
                 bucket.untyped_storage().resize_(bucket.numel() * bucket.itemsize)
             self.note(bucket)
 
-    # -- gradients -----------------------------------------------------------------------------------------------
-
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A bucket of undefined contents, shape [numel]: a spare one where it fits, which needs no new pages."""
         wanted = numel * dtype.itemsize
         for index, spare in enumerate(self._spare):
             if spare.untyped_storage().nbytes() == wanted or (self.fixed and spare.nbytes >= wanted):
-                whole = self._spare.pop(index)
-                return _reshaped(whole, numel, dtype)
+                return _reshaped(self._spare.pop(index), numel, dtype)
         if self._spare:
             self.free(self._spare.pop(0))
         return self.note(self._empty(numel, dtype))

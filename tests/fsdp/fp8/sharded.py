@@ -280,6 +280,6 @@ def traffic(rank: int, case: Case) -> Traffic:
     train(model, optimizer, 1)
     rows = meter.take()
     meter.close()
-    moved = {bucket.name: bucket.layout.comm_numel for bucket in model.engine.buckets}
+    moved = {bucket.name: sum(s.numel for s in bucket.layout.segments) for bucket in model.engine.buckets}
     model.close()
     return {(row.kind, row.bucket): (row.count, row.bytes) for row in rows}, moved
