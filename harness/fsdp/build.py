@@ -187,9 +187,9 @@ class Engine:
 
         for bucket in self.buckets:
             found.append(ShardedParameters(bucket, shards, slots, before_write))
-            bucket.views.sharded = weakref.ref(found[-1])
-            bucket.rest()
-            for param in bucket.views.at_rest:
+            bucket.sharded = weakref.ref(found[-1])
+            bucket.show(unsharded=False)
+            for param in found[-1].params:
                 setattr(param, OWNER, weakref.ref(self))
         self.gradients.show(found)
         self.hooks.whereabouts = Whereabouts(module)

@@ -261,9 +261,9 @@ class FSDPModule(nn.Module):
         own, engine = cast(Any, super()), engine_of(self)
         engine.weights.refuse_held()
         engine.settle()
-        in_use = [bucket for bucket in engine.buckets if bucket.views.sharded().shows_unsharded]
+        in_use = [bucket for bucket in engine.buckets if bucket.sharded().shows_unsharded]
         for bucket in engine.buckets:
-            bucket.rest()
+            bucket.show(unsharded=False)
         try:
             held = own.state_dict(keep_vars=True)
             given = _with_tied(state_dict, held)
@@ -289,7 +289,7 @@ class FSDPModule(nn.Module):
         engine.settle()
         refuse_split_experts(engine.buckets)
         weights = {  # views that share the version, by which a forward knows that it must install
-            f"weights/{name}": bucket.views.sharded().view(index, bucket.main_shards)
+            f"weights/{name}": bucket.sharded().view(index, bucket.main_shards)
             for bucket in engine.buckets
             for index, (name, _) in enumerate(bucket.params)
         }
@@ -304,7 +304,7 @@ def optimizer_entries(buckets: Sequence[ParamGroup], optimizers: Sequence[torch.
     """State of sharded parameters by `optimizer/<parameter>/<entry>`, not copied. Raises NotImplementedError: an
     optimizer keeps something else than tensors."""
     owner = {id(param): each for each in optimizers for group in each.param_groups for param in group["params"]}
-    pairs = [pair for each in buckets for pair in zip(each.layout.slots, each.views.at_rest, strict=True)]
+    pairs = [pair for each in buckets for pair in zip(each.layout.slots, each.sharded().params, strict=True)]
     found = {}
     for slot, param in (pair for pair in pairs if id(pair[1]) in owner):
         held = owner[id(param)].state.get(param) or {}

@@ -103,7 +103,7 @@ def copied(model: nn.Module, memo: dict[int, Any]) -> Any:
 def adopt_weights(mine: Engine, other: Engine) -> None:
     """Take the weights, and which of them are trained, of a model that is sharded alike. *Collective.*"""
     for bucket, theirs in zip(mine.buckets, other.buckets, strict=True):
-        for param, flag in zip(bucket.views.at_rest, theirs.views.flags(), strict=True):
+        for param, flag in zip(bucket.sharded().params, theirs.sharded().flags(), strict=True):
             param.requires_grad_(flag)
         for shard, values in zip(bucket.main_shards, theirs.main_shards, strict=True):
             shard.detach().copy_(values.detach())
@@ -122,8 +122,8 @@ def _bare_copy(model: nn.Module, engine: Engine, memo: dict[int, Any]) -> nn.Mod
             raise NotImplementedError(
                 f"a copy of a sharded model whose parameters are {kind}: shard another one, and load state_dict()"
             )
-        sharded: ShardedParameters = bucket.views.sharded()
-        for (unsharded, plain), at_rest in zip(sharded.own, sharded.params, strict=True):
+        sharded: ShardedParameters = bucket.sharded()
+        for unsharded, at_rest, plain in sharded.pairs:
             memo[id(unsharded)] = memo[id(at_rest)] = _on_meta(at_rest, plain, bucket)
     mixed: Any = type(model)
     parts = [

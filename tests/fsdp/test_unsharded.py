@@ -358,13 +358,13 @@ MUTANTS = of_slips(
         fsdp.runtime.gather.GatherPipeline.wait_for_peers: group.settle() => pass
         in_turn / optim
     lost after a forward: The next forward overwrites edits of weights that stayed unsharded
-        fsdp.storage.param_group.ParamGroup.refuse_lost_edits: if edited: => if False:
+        fsdp.storage.param_group.ParamGroup.refuse_lost_edits: self.sharded().edited() => []
         after a forward
     all units: unsharded() of a part makes the whole model whole
         fsdp.runtime.weights.Weights._units_of: if wanted is None: => if True:
         in_parts
     counters unread: Edits of main weights that are computed with are not looked for
-        fsdp.storage.parameter_access.ParameterViews.edited: lambda self: []
+        fsdp.storage.at_rest.ShardedParameters.edited: lambda self: []
         of_owners / optim
     data leaves no trace: Edits through `data` of main weights that are computed with are not counted
         fsdp.storage.at_rest.ShardedParameters.count_edits: lambda self: None

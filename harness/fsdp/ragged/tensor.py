@@ -57,8 +57,7 @@ class RaggedShard(UnevenShard):
     @property
     def spans(self) -> tuple[Span, ...]:
         if not isinstance(self._spans, tuple):
-            found = self._spans() if callable(self._spans) else self._spans
-            self._spans = tuple((begin, end) for begin, end in found)
+            self._spans = tuple(self._spans() if callable(self._spans) else self._spans)
         return self._spans
 
     def __eq__(self, other: object) -> bool:
@@ -81,10 +80,7 @@ class RaggedShard(UnevenShard):
     def gather(self, local: Tensor, mesh: DeviceMesh, axis: int) -> Tensor:
         """All rows on every rank, shape [rows, *local.shape[1:]]. Collective over the axis."""
         most = max(end - begin for begin, end in self.spans)
-        padded = local
-        if len(local) < most:
-            padded = local.new_zeros((most, *local.shape[1:]))
-            padded[: len(local)] = local
+        padded = torch.cat([local, local.new_zeros((most - len(local), *local.shape[1:]))])
         found = local.new_empty((len(self.spans), most, *local.shape[1:]))
         all_gather(found.flatten(0, 1), padded.contiguous(), group=mesh.get_group(axis))
         parts = sorted(zip(self.spans, found, strict=True), key=lambda each: each[0])
@@ -92,6 +88,23 @@ class RaggedShard(UnevenShard):
 
 
 BEFORE_WRITE = "_before_write"  # attribute of rows that other ranks may read: called before they are written to
+
+
+def copied_data(name_of: Callable[[Any], str]) -> Any:
+    """Property `data`, whose values are copied. Setting it raises RuntimeError for another shape, dtype or device."""
+
+    def put(held: Tensor, value: Tensor) -> None:
+        was, now = ((each.shape, each.dtype, each.device.type) for each in (held, value))
+        if was != now:
+            raise RuntimeError(
+                f"{name_of(held)} was changed after sharding: it is {_kind(held)}, its `.data` was given"
+                f" {_kind(value)}, and is no longer the engine's. Cast, move and reshape before sharding; values of"
+                " another dtype are taken by parameter.copy_(values)"
+            )
+        with torch.no_grad():
+            held.copy_(value)
+
+    return property(lambda held: held.detach(), put)
 
 
 class RaggedTensor(DTensor):
@@ -177,22 +190,11 @@ class RaggedTensor(DTensor):
         whole = DTensor.from_local(self.full_tensor(), mesh, [Replicate()] * mesh.ndim, run_check=False)
         return whole if placements is None else whole.redistribute(mesh, placements, **options)
 
-    @property
-    def data(self) -> Tensor:
-        return self.detach()
+    data = copied_data(lambda held: held.cut.name or "a sharded parameter")
 
-    @data.setter
-    def data(self, value: Tensor) -> None:
-        check_data(value, self, self.cut.name or "a sharded parameter")
-        with torch.no_grad():
-            self.copy_(value)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        if id(self) not in memo:
-            copied = self.detach().clone().requires_grad_(self.requires_grad)
-            is_param = isinstance(self, nn.Parameter)
-            memo[id(self)] = nn.Parameter(copied, self.requires_grad) if is_param else copied
-        return cast(Tensor, memo[id(self)])
+    def __deepcopy__(self, _: object) -> Tensor:
+        copied = self.detach().clone().requires_grad_(self.requires_grad)
+        return nn.Parameter(copied, self.requires_grad) if isinstance(self, nn.Parameter) else copied
 
     @staticmethod
     def __tensor_unflatten__(inner: Any, flat: Any, size: Any, stride: Any) -> RaggedTensor:
@@ -213,8 +215,6 @@ class RaggedTensor(DTensor):
     def data_ptr(self) -> int:
         """0, so that torch's `async_save` copies the rows inside; a DTensor of rows at an offset has another."""
         return 0
-
-    # -- distributed checkpoint ----------------------------------------------------------------------------------------
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         sizes, offsets = self.place() if self.shape else ([], [])
@@ -238,16 +238,6 @@ class RaggedTensor(DTensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override] # a C function in torch
         return cls.rules(func, args, dict(kwargs or {}))
-
-
-def check_data(value: Tensor, held: Tensor, name: str) -> None:
-    was, now = ((each.shape, each.dtype, each.device.type) for each in (held, value))
-    if was != now:
-        raise RuntimeError(
-            f"{name} was changed after sharding: it is {_kind(held)}, its `.data` was given {_kind(value)}, and is no"
-            " longer the engine's. Cast, move and reshape before sharding; values of another dtype are taken by"
-            " parameter.copy_(values)"
-        )
 
 
 def _kind(tensor: Tensor) -> str:

@@ -156,7 +156,7 @@ class BackwardHooks:
 
     def _show_own(self) -> None:
         for bucket in buckets_of(self.units):
-            sharded = bucket.views.sharded()
+            sharded = bucket.sharded()
             if sharded.shows_unsharded:
                 sharded.show(unsharded=True)
             else:
@@ -178,7 +178,7 @@ class BackwardHooks:
     @property
     @by_engine
     def _is_all_frozen(self) -> bool:
-        return not any(any(bucket.views.flags()) for bucket in buckets_of(self.units) if bucket.trainable)
+        return not any(any(bucket.sharded().flags()) for bucket in buckets_of(self.units) if bucket.trainable)
 
     def _refuse_unsupported(self) -> None:
         """Raise for a backward inside a forward, with create_graph, or through a parameter that was frozen when it

@@ -201,7 +201,7 @@ class GradientSync:
         if self.step.state in (StepState.ACCUMULATED, StepState.SUMMED):
             self.drain()
             bucket.gradients.forget_one(index)
-        if (kept := self._kept.get(bucket.views.sharded())) is not None:
+        if (kept := self._kept.get(bucket.sharded())) is not None:
             kept[1].discard(index)
             bucket.cuts.own_slice(bucket.layout.slots[index]).of(kept[0]).zero_()
 

@@ -103,7 +103,7 @@ class Hooks(BackwardHooks):
     def check_module(self) -> None:
         """Raise RuntimeError for a parameter that was added, replaced, moved or cast."""
         for bucket in buckets_of(self.units):
-            bucket.views.check_untouched()
+            bucket.sharded().check_untouched()
         self.whereabouts.check()
 
     def _root_post_forward(self, module: nn.Module | None, args: Any, output: Any) -> Any:
@@ -173,7 +173,7 @@ class Hooks(BackwardHooks):
     def _watch_recomputed(self, unit: Unit, args: Any, kwargs: Any) -> Any:
         """Frozen weights are needed until a backward inside the backward has passed the call, which no outer node
         tells."""
-        if all(all(bucket.views.flags()) for bucket in unit.buckets):
+        if all(all(bucket.sharded().flags()) for bucket in unit.buckets):
             return None
         call = Call(self.step.forward_number)
         watched = self._watch_inputs(unit, call, args, kwargs)
@@ -204,7 +204,7 @@ class Hooks(BackwardHooks):
         `data` of a parameter, which is lost then."""
         released = [bucket for bucket in unit.buckets if not bucket.is_resident]
         for bucket in released:
-            bucket.views.check_untouched()
+            bucket.sharded().check_untouched()
         return without_weights(output, [bucket.compute for bucket in released]) if released else output
 
     def _forward_left(self, unit: Unit, module: nn.Module | None, args: Any, output: Any) -> None:
@@ -235,7 +235,7 @@ class Hooks(BackwardHooks):
         step.in_forward = False
         rest(self.units[1:] if stays else self.units)
         for bucket in self.root.buckets if stays else ():
-            bucket.views.sharded().count_edits()
+            bucket.sharded().count_edits()
 
     def break_off(self) -> None:
         if self.step.in_backward:

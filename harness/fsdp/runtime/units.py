@@ -315,7 +315,7 @@ def buckets_of(units: Iterable[Unit]) -> list[ParamGroup]:
 
 def rest(units: Iterable[Unit]) -> None:
     for bucket in buckets_of([unit for unit in units if not unit.is_held]):
-        bucket.rest()
+        bucket.show(unsharded=False)
 
 
 def is_expert(param: Tensor) -> bool:

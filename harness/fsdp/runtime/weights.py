@@ -139,10 +139,10 @@ class Weights:
         held, buckets = self.gather.hold(units), buckets_of(units)
         self.gather.wait_for_peers()  # the program may edit what they read
         for bucket in buckets_of(held):
-            bucket.views.forget_edits()  # those from before
+            bucket.sharded().forget_edits()  # those from before
         for bucket in buckets:
             bucket.use()
-            bucket.views.sharded().count_edits()
+            bucket.sharded().count_edits()
         try:
             yield
             edited = self._take_edits(buckets)
@@ -165,7 +165,7 @@ class Weights:
     def _take_edits(self, buckets: Sequence[ParamGroup]) -> bool:
         """Have each rank take over edits of its own part; true if any rank made some. *Collective.*"""
         differing = [bucket.differing() for bucket in buckets]
-        seen = any(bucket.views.edited() for bucket in buckets) or any(
+        seen = any(bucket.sharded().edited() for bucket in buckets) or any(
             bool(places.any()) for each in differing for places in each
         )
         flag = torch.tensor(int(seen), device=self.runtime.device)
@@ -173,13 +173,13 @@ class Weights:
         for bucket, places in zip(buckets, differing, strict=True):
             if is_edited:
                 bucket.take_over(places)
-            bucket.views.forget_edits()
+            bucket.sharded().forget_edits()
         return is_edited
 
 
 def _params_in(unit: Unit) -> set[int]:
     params = (param for bucket in unit.buckets for _, param in bucket.params)
-    return {id(param) for param in params} | {id(param) for bucket in unit.buckets for param in bucket.views.at_rest}
+    return {id(param) for param in params} | {id(param) for bucket in unit.buckets for param in bucket.sharded().params}
 
 
 def values_of_first_rank(module: nn.Module, meshes: Meshes) -> InitialValue:
@@ -253,7 +253,6 @@ def reset_by_module(module: nn.Module, buckets: Sequence[ParamGroup], meshes: Me
                 is_cut = not tp_shard.is_whole and tuple(value.shape) == tp_shard.here
                 alike = meshes.dense.everyone if is_cut else meshes.everyone
                 bucket.set_value(slot, alike.from_first(value, f"initial {slot.spec.name}"))
-            bucket.views.forget_edits()  # a tied one is reset again: of no effect, yet it counts as written to
 
 
 def _turns(part: nn.Module, seen: set[int]) -> Iterator[list[nn.Module]]:

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import resolve_name
 
 from harness.fsdp.ragged import RaggedTensor
-from harness.fsdp.ragged.tensor import BEFORE_WRITE, check_data, set_apart
+from harness.fsdp.ragged.tensor import BEFORE_WRITE, copied_data, set_apart
 from harness.fsdp.storage.dtensors import DTensorFactory, PortionGradient
 from harness.fsdp.storage.gradients import Gradients
 from harness.fsdp.storage.param_group import ParamGroup
@@ -34,7 +34,7 @@ from harness.fsdp.storage.parameter_access import (
     is_metadata,
     put_grad,
 )
-from harness.fsdp.tensor_parallel import values_here
+from harness.fsdp.tensor_parallel import edits_of, values_here
 from harness.private_torch import (
     foreach_types,
     local_tensor,
@@ -44,11 +44,11 @@ from harness.private_torch import (
     spec_of,
     tree_leaves,
     tree_map_only,
+    version_of,
     without_torch_function,
 )
 
-LOCATION = "_fsdp_location"
-"""Attribute of a sharded parameter: a weak reference to its `ShardedParameters`, and its index in the bucket."""
+LOCATION = "_fsdp_location"  # attribute of a sharded parameter: weakly its `ShardedParameters`; its index there
 (_UNKEPT,) = [getrefcount(held) for _, held in enumerate([object()])]
 """Reference count of an object that only the list being iterated holds."""
 
@@ -94,15 +94,7 @@ class PortionAtRest(_Hooked, DTensor):
 class MainWeight(_Hooked, nn.Parameter):
     """A main weight that every rank has unsharded: all edits are counted, and `data` is copied."""
 
-    @property
-    def data(self) -> Tensor:
-        return self.detach()
-
-    @data.setter
-    def data(self, values: Tensor) -> None:
-        check_data(values, self, getattr(self, HOME, ("a parameter",))[0])
-        with torch.no_grad():
-            self.copy_(values)
+    data = copied_data(lambda held: getattr(held, HOME, ("a parameter",))[0])
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -230,17 +222,18 @@ class ShardedParameters:
             self.params.append(sharded)
             setattr(sharded, LOCATION, (weakref.ref(self), index))
             if sharded is not param:
-                vars(sharded).update({n: v for n, v in vars(param).items() if not n.startswith("_fsdp_")})
-                setattr(sharded, HOME, getattr(param, HOME))
+                vars(sharded).update({n: v for n, v in vars(param).items() if n == HOME or not n.startswith("_fsdp_")})
                 setattr(param, SHARDED, sharded)
-        self.own = [(param, type(param)) for param in self.unsharded]
-        both = list(zip(self.unsharded, self.params, strict=True))
-        self._same = [(param, type(param)) for param, sharded in both if param is sharded]
-        self._pairs = [(param, sharded, type(param)) for param, sharded in both if param is not sharded]
-        held = [(slot, param, sharded) for param, sharded, _ in self._pairs for slot in slots[id(param)]]
+        # with the class that each has while it computes
+        self.pairs = [(*pair, type(pair[0])) for pair in zip(self.unsharded, self.params, strict=True)]
+        held = [(slot, own, at_rest) for own, at_rest, _ in self.pairs if own is not at_rest for slot in slots[id(own)]]
         self._held = [(slot.held, slot.name, param, sharded) for slot, param, sharded in held if slot.is_plain]
         self._put = [each for each in held if not each[0].is_plain]
-        self._locals = [local_tensor(param) if isinstance(param, RaggedTensor) else None for param in self.params]
+        named = zip((name for name, _ in bucket.params), self.params, strict=True)
+        self._rows = [(name, each, local_tensor(each)) for name, each in named if isinstance(each, RaggedTensor)]
+        # where torch itself counts the edits of all
+        self._bare = [] if any(isinstance(param, DTensor) for param in self.unsharded) else self.unsharded
+        self.forget_edits()
         self._forget_views()
         self.shows_unsharded = True
         self.sync: Callable[[], Any] = lambda: None
@@ -262,31 +255,30 @@ class ShardedParameters:
 
     def view(self, index: int, flats: Sequence[Tensor]) -> Tensor:
         """This rank's rows in flat tensors laid out as the main weights: a DTensor; plain where nothing cuts it."""
-        return self.view_from(index, flats[self.bucket.layout.slots[index].segment])
-
-    def view_from(self, index: int, flat: Tensor, begins_at: int = 0) -> Tensor:
-        return self.shards.rows(self.bucket, self.bucket.layout.slots[index], flat, begins_at)
+        slot = self.bucket.layout.slots[index]
+        return self.shards.rows(self.bucket, slot, flats[slot.segment])
 
     def show(self, *, unsharded: bool) -> None:
         turns, self.shows_unsharded = unsharded is not self.shows_unsharded, unsharded
-        for param, own in self._same:
-            param.__class__ = own if unsharded else counting(own)
-        for param, sharded, own in self._pairs:
+        for param, sharded, own in self.pairs:
+            if param is sharded:
+                param.__class__ = own if unsharded else counting(own)
+                continue
             param.__class__ = own
             coming, leaving = (param, sharded) if unsharded else (sharded, param)
             if turns and coming.requires_grad is not leaving.requires_grad:
                 coming.requires_grad_(leaving.requires_grad)
+            if not unsharded:
+                param.__class__ = _mixed_with(Superseded, own)
         for held, name, param, sharded in self._held:
             coming, leaving = (param, sharded) if unsharded else (sharded, param)
             if held.get(name) is leaving:  # else the program has taken it out
                 held[name] = coming
         for slot, param, sharded in self._put:
             slot.put(*((param, sharded) if unsharded else (sharded, param)))
-        for param, _, own in self._pairs if not unsharded else ():
-            param.__class__ = _mixed_with(Superseded, own)
 
     def count_edits(self) -> None:
-        for param, own in self.own:
+        for param, _, own in self.pairs:
             param.__class__ = counting(own)
 
     def flags(self) -> list[bool]:
@@ -298,12 +290,33 @@ class ShardedParameters:
                 if param.requires_grad is not sharded.requires_grad:
                     param.requires_grad_(sharded.requires_grad)
 
-    def changed(self) -> str | None:
-        """Name of a parameter whose rows are no longer the engine's."""
-        for param, local, (name, _) in zip(self.params, self._locals, self.bucket.params, strict=True):
-            if local is not None and local_tensor(param) is not local:
-                return name
-        return None
+    @by_engine
+    def check_untouched(self) -> None:
+        """Raise RuntimeError where rows, or unsharded weights, are no longer the engine's."""
+        changed = [name for name, param, rows in self._rows if local_tensor(param) is not rows]
+        if not changed and not (self._bare and all(map(_is_same, self._bare, self.bucket.views))):
+            pairs = zip(self.bucket.params, self.bucket.views, strict=True)
+            changed = [name for (name, param), view in pairs if not _is_same(values_here(param), view)]
+        if changed:
+            raise RuntimeError(
+                f"parameter {changed[0]} was changed after sharding: its data is no longer the engine's (cast, moved,"
+                " parametrized or swapped); change it before sharding"
+            )
+
+    @by_engine
+    def forget_edits(self) -> None:
+        """Count edits from now on: earlier ones are the engine's own, or main weights have them."""
+        self._versions = self._counts()
+
+    def _counts(self) -> list[int]:
+        return list(map(version_of, self._bare)) if self._bare else [edits_of(param) for param in self.unsharded]
+
+    def edited(self) -> list[str]:
+        """Names of parameters edited in place since `forget_edits`, as far as torch's counters tell."""
+        now = self._counts()
+        if now == self._versions:
+            return []
+        return [name for (name, _), was, n in zip(self.bucket.params, self._versions, now, strict=True) if was != n]
 
     # -- gradients -------------------------------------------------------------------------------------------------
 
@@ -334,8 +347,7 @@ class ShardedParameters:
             if held is not None and getrefcount(held) > _UNKEPT and index not in shown:
                 self.grads[index], self._references[index] = None, 0
                 set_apart(held)
-        known = gradients.own_references + sum(self._references)
-        if not shown and references_to(gradients.main_storage) > known:
+        if not shown and references_to(gradients.main_storage) > gradients.own_references + sum(self._references):
             gradients.renew()
             self._forget_views()
 
@@ -378,9 +390,8 @@ class ShardedParameters:
         given = grad_of(param)
         if self.bucket.gradients is None or (given is None and not (zeros and param.requires_grad)):
             return
-        if given is None or given is not self.grads[index]:
-            self._leave_replaced()
-            self._take(index)
+        self._leave_replaced()
+        self._take(index)
 
     def _take(self, index: int) -> None:
         param, own = self.params[index], self._grad(index)
@@ -405,8 +416,13 @@ class ShardedParameters:
             put_grad(param, None)
 
     def hide_grads(self) -> None:
-        for param, _ in self._same:
-            put_grad(param, None)
+        for param, sharded, _ in self.pairs:
+            if param is sharded:
+                put_grad(param, None)
+
+
+def _is_same(values: Tensor, target: Tensor) -> bool:
+    return values.dtype == target.dtype and values.is_set_to(target)
 
 
 def location_of(param: Tensor) -> tuple[ShardedParameters, int] | None:

@@ -28,10 +28,10 @@ from harness.fsdp.storage.codec import Fp8Codec
 from harness.fsdp.storage.cuts import Cuts
 from harness.fsdp.storage.gradients import GradientPlan, Gradients
 from harness.fsdp.storage.layout import ParamSpec, Slot
-from harness.fsdp.storage.parameter_access import ParameterViews, views_of
+from harness.fsdp.storage.parameter_access import HOME, views_of
 from harness.fsdp.storage.placement import SHARD, WHOLE, Axis, On, Placements, route
-from harness.fsdp.tensor_parallel import TpShard
-from harness.private_torch import version_of
+from harness.fsdp.tensor_parallel import TpShard, point_at
+from harness.private_torch import version_of, without_torch_function
 
 InitialValue = Callable[[str, torch.Size], Tensor]
 """Full value of the parameter with this name; any dtype and device, shape as asked."""
@@ -84,7 +84,10 @@ class ParamGroup:
         self.name, self.key, self.params = name, key, params
         self.dtypes, self.trainable = dtypes, key.trainable
         self.label = Label("all_gather", name)
-        self.views = ParameterViews(params, unit=name.removesuffix(f"/{key.label}"))
+        for each, param in params:
+            setattr(param, HOME, (each, name.removesuffix(f"/{key.label}")))
+        # a weak reference to the bucket's `ShardedParameters`, once the model is built
+        self.sharded: Callable[[], Any] = lambda: None
         self.plan, self.memory = plan, plan.memory
         self.mesh, self.placements, self.tp = mesh, placements, tp
         group = None if tp is None else tp.group
@@ -106,7 +109,7 @@ class ParamGroup:
         self._build_main_weights()
         self.codec: Fp8Codec | None = None  # makes compute weights of main weights; None: a cast does
         if self.key.fp8:
-            self.codec = Fp8Codec(self.params, self.cuts, self.views.unsharded, dtypes.main)
+            self.codec = Fp8Codec(self.params, self.cuts, self.views, dtypes.main)
         trained = [param for _, param in self.params]
         self.gradients = (
             Gradients(self.name, trained, self.cuts, self.placements, dtypes, self.plan) if self.trainable else None
@@ -116,11 +119,12 @@ class ParamGroup:
         if initial is not None:
             for slot in self.layout.slots:
                 self.set_value(slot, initial(slot.spec.name, torch.Size(self.tp_shard_of(slot).shape)))
-        self.views.point()
+        with without_torch_function():
+            for param, view in zip(trained, self.views, strict=True):
+                point_at(param, view)
         if self.gradients is not None and self.codec is not None:
             self.gradients.first_may_wait = False  # in the dtype of the weight; it may come before a hook knows
             self.gradients.expect()
-        self.views.forget_edits()
 
     def send_as(self, dtypes: Dtypes) -> None:
         """Raise ValueError where dtypes cannot be sent, as `Dtypes.as_integers`."""
@@ -143,8 +147,8 @@ class ParamGroup:
     @property
     def is_whole_everywhere(self) -> bool:
         """True if every rank of the model keeps all of its main weights."""
-        copied = all(tp_shard.is_copied or tp_shard.is_whole for tp_shard in self.tp_shards.values())
-        return self.placements.main_weights == WHOLE and not self.key.expert and copied
+        has_all = self.placements.main_weights == WHOLE and not self.key.expert
+        return has_all and all(tp_shard.is_whole for tp_shard in self.tp_shards.values())
 
     def tp_shard_of(self, slot: Slot) -> TpShard:
         return self.tp_shards[slot.spec.name]
@@ -170,7 +174,7 @@ class ParamGroup:
         self.kept = self.compute if self.is_resident else None
         if self.placements.resting_weights_are_kept and not self.is_resident:
             self.kept = memory.weights(self.cuts.numel(resting), dtype, self.mesh.gather.shm)
-        self.views.unsharded = views_of(self.compute, self.layout)
+        self.views = views_of(self.compute, self.layout)
         if not self.is_resident:
             memory.empty(self.compute)
 
@@ -179,13 +183,13 @@ class ParamGroup:
         offload = self.plan.offload if self.trainable else None
         # main weights in storage of their own; None where they are the compute weights that are kept
         self.main_storage: Tensor | None = None
-        is_sent = stored == self.dtypes.compute and offload is None
-        may_share = not (self.memory.registers and SHARD in self.cuts.own)
-        if self.kept is not None and is_sent and may_share:
+        is_user_buffer = self.memory.registers and SHARD in self.cuts.own
+        is_sent = stored == self.dtypes.compute and offload is None and not is_user_buffer
+        if self.kept is not None and is_sent:
             self.main_shards = self.cuts.own_shards(self.kept_shards())
         else:
             numel = self.cuts.numel(self.placements.main_weights)
-            if self.kept is None and is_sent and may_share:
+            if is_sent:
                 self.main_storage = self.memory.weights(numel, stored, self.mesh.gather.shm)
             else:
                 self.main_storage = self.memory.unmoved(numel, stored, on_host=offload is not None)
@@ -242,29 +246,23 @@ class ParamGroup:
             with events.waiting(self.label):
                 pending.wait()
             self.is_whole = True
-        self._show_whole()
+        self.show(unsharded=self.is_whole)
 
     def reshard(self) -> None:
         """Drop gathered weights; nobody can read the parameters then."""
         self.is_whole = False
         self.memory.release(self.compute)
-        self._show_whole()
+        self.show(unsharded=False)
 
-    def _show_whole(self) -> None:
-        """Show unsharded parameters where they have values, else sharded ones."""
-        sharded = self.views.sharded()
-        if sharded is not None and sharded.shows_unsharded is not self.is_whole:
-            sharded.show(unsharded=self.is_whole)
-
-    def rest(self) -> None:
-        """No forward and no backward runs: show sharded parameters."""
-        sharded = self.views.sharded()
-        if sharded is not None and sharded.shows_unsharded:
-            sharded.show(unsharded=False)
+    def show(self, *, unsharded: bool) -> None:
+        """Let modules hold unsharded parameters; or sharded ones, as they have no values, or nothing runs."""
+        sharded = self.sharded()
+        if sharded is not None and sharded.shows_unsharded is not unsharded:
+            sharded.show(unsharded=unsharded)
 
     def use(self) -> None:
         """A forward or a backward runs: show unsharded parameters, if the weights are whole."""
-        sharded = self.views.sharded()
+        sharded = self.sharded()
         if sharded is not None and not sharded.shows_unsharded and self.is_whole and not self.awaited:
             sharded.show(unsharded=True)
 
@@ -277,8 +275,7 @@ class ParamGroup:
     def refuse_lost_edits(self) -> None:
         """Raise RuntimeError for an edit in place that main weights do not have. Torch's counters tell it: one through
         `.data` in place inside a forward is lost."""
-        edited = [] if self.computes_with_main_weights else self.views.edited()
-        if edited:
+        if not self.computes_with_main_weights and (edited := self.sharded().edited()):
             raise RuntimeError(
                 f"parameter {edited[0]} was edited in place while it was unsharded, between a forward and the end of"
                 f" its backward: its main weights ({self.dtypes.main}) do not know, and would overwrite it. Edit it"
@@ -292,8 +289,9 @@ class ParamGroup:
         """
         if self.computes_with_main_weights:
             return []
+        bits = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[self.compute.itemsize]
         pairs = zip(self._own_compute_weights(), self.cast_shards(), strict=True)
-        return [_bits_of(seen) != _bits_of(main.detach().to(seen.dtype)) for seen, main in pairs]
+        return [seen.view(bits) != main.detach().to(seen.dtype).view(bits) for seen, main in pairs]
 
     def take_over(self, differing: Sequence[Tensor]) -> None:
         """Copy compute weights to main weights in these places; elsewhere main weights keep all their bits."""
@@ -322,8 +320,7 @@ class ParamGroup:
             if self.main_storage is not None:
                 copy_together(self.cuts.own_shards(self.kept_shards()), self.cast_shards(), follows=False)
             if self.placements.install:
-                target = self.placements.resting_weights
-                self.awaited += self.gather_shards(self.compute, self.kept_shards(), target)
+                self.awaited += self.gather_shards(self.compute, self.kept_shards(), self.placements.resting_weights)
             self._updated_on = self.mesh.gather.runtime.current
         self.installed_version = self.main_version
 
@@ -336,8 +333,7 @@ class ParamGroup:
         if not self.awaited:
             return
         awaited, self.awaited = self.awaited, []
-        runtime = self.mesh.gather.runtime
-        here = runtime.as_on(self._updated_on) if self.is_resident else nullcontext()
+        here = self.mesh.gather.runtime.as_on(self._updated_on) if self.is_resident else nullcontext()
         with here, events.waiting(self.label):
             for each in awaited:
                 each.wait()
@@ -415,7 +411,3 @@ class ParamGroup:
                 found[role] = found.get(role, 0) + numel * tensor.itemsize
                 found["padding"] += (tensor.numel() - numel) * tensor.itemsize
         return found
-
-
-def _bits_of(values: Tensor) -> Tensor:
-    return values.view({8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[values.itemsize])

@@ -1,19 +1,17 @@
-"""Parameters of modules: the marks on them, the slots that hold them, and what unsharded ones are views of."""
+"""Parameters of modules: the marks on them, and the slots that hold them."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from harness.fsdp.storage.layout import BucketLayout
-from harness.fsdp.tensor_parallel import edits_of, point_at, put_data, values_here
-from harness.private_torch import parameters_of, version_of, without_torch_function
+from harness.private_torch import parameters_of, without_torch_function
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -54,9 +52,6 @@ def is_metadata(func: Any) -> bool:
     if func in METADATA:
         return True
     return func.__name__ in ("__get__", "__set__") and getattr(func.__self__, "__name__", "data") not in DATA
-
-
-# -- slots of modules --------------------------------------------------------------------------------------------------
 
 
 class ModuleSlot:
@@ -130,69 +125,6 @@ def check_names(module: nn.Module, path: str = "") -> None:
                 " prune, parametrize or rearrange modules before they are sharded; or undo it (prune.remove,"
                 " remove_parametrizations) before state is saved or loaded"
             )
-
-
-# -- unsharded parameters ----------------------------------------------------------------------------------------------
-
-
-class ParameterViews:
-    def __init__(self, params: Sequence[tuple[str, nn.Parameter]], unit: str) -> None:
-        self._params = params
-        # where torch itself counts the edits of all
-        self._bare = [] if any(isinstance(param, DTensor) for _, param in params) else [param for _, param in params]
-        self.unsharded: list[Tensor] = []
-        self._versions: list[int] = []
-        # a weak reference to the bucket's `ShardedParameters`, once the model is built
-        self.sharded: Callable[[], Any] = lambda: None
-        for name, param in params:
-            setattr(param, HOME, (name, unit))
-
-    @by_engine
-    def point(self) -> None:
-        """Let unsharded parameters be views of the compute weights."""
-        point = put_data if self._bare else point_at
-        for (_, param), target in zip(self._params, self.unsharded, strict=True):
-            point(param, target)
-
-    @property
-    def at_rest(self) -> list[nn.Parameter]:
-        params: list[nn.Parameter] = self.sharded().params
-        return params
-
-    @by_engine
-    def check_untouched(self) -> None:
-        changed = self.sharded().changed()
-        if changed is None and not (self._bare and all(map(_is_same, self._bare, self.unsharded))):
-            pairs = zip(self._params, self.unsharded, strict=True)
-            changed = next((name for (name, param), view in pairs if not _is_same(values_here(param), view)), None)
-        if changed is not None:
-            raise RuntimeError(
-                f"parameter {changed} was changed after sharding: its data is no longer the engine's (cast, moved,"
-                " parametrized or swapped); change it before sharding"
-            )
-
-    def flags(self) -> list[bool]:
-        flags: list[bool] = self.sharded().flags()
-        return flags
-
-    @by_engine
-    def forget_edits(self) -> None:
-        """Count edits from now on: earlier ones are the engine's own, or main weights have them."""
-        self._versions = self._counts()
-
-    def _counts(self) -> list[int]:
-        return list(map(version_of, self._bare)) if self._bare else [edits_of(param) for _, param in self._params]
-
-    def edited(self) -> list[str]:
-        """Names of parameters edited in place since `forget_edits`, as far as torch's counters tell."""
-        now = self._counts()
-        if now == self._versions:
-            return []
-        return [name for (name, _), was, count in zip(self._params, self._versions, now, strict=True) if was != count]
-
-
-def _is_same(values: Tensor, target: Tensor) -> bool:
-    return values.dtype == target.dtype and values.is_set_to(target)
 
 
 def views_of(bucket: Tensor, layout: BucketLayout) -> list[Tensor]:

@@ -277,7 +277,7 @@ OF_PROGRAMS = (
         fsdp.storage.at_rest.ShardedParameters._take: own.copy_(given) => pass
         gradients read and edited
     edits of rows uncounted: A step does not count as an edit
-        fsdp.update.steps.LocalStep._put_state: torch.autograd.graph.increment_version => len
+        fsdp.update.steps.LocalStep._end: torch.autograd.graph.increment_version => len
         bound loop
     copies of shards: A copy of sharded parameters follows every update
         fsdp.ragged.tensor.RaggedTensor.__deepcopy__: self.detach().clone() => self.detach()
@@ -292,8 +292,7 @@ OF_PROGRAMS = (
 OF_REGISTERED = slips(
     """
     weights registered: Sharded parameters view a user buffer
-        fsdp.storage.param_group.ParamGroup._build_main_weights: if self.kept is not None and is_sent and may_share
-            => if self.kept is not None and is_sent
+        fsdp.storage.param_group.ParamGroup._build_main_weights:  and not is_user_buffer =>
     gradients registered: Gradients of sharded parameters view a user buffer
         fsdp.storage.gradients.Gradients.__init__:  or (SHARD in cuts.own and self.memory.registers) =>
     """

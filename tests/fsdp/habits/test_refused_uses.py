@@ -255,7 +255,7 @@ MUTANTS = of_slips(
         fsdp.storage.at_rest.tree_map_only: lambda kind, function, made: made
         a_module_alone_beside_main_weights / no_shard
     edits through data: What a forward assigns to `weight.data` is dropped with the gathered weights
-        fsdp.storage.parameter_access.ParameterViews.check_untouched: lambda *_, **__: None
+        fsdp.storage.at_rest.ShardedParameters.check_untouched: lambda *_, **__: None
         assigning_in_a_forward
     [The engine, by habits around a step]
     steps in hooks: A hook may change weights by the gradient of one rank

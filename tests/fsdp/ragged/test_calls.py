@@ -146,7 +146,7 @@ MUTANTS = {
         fsdp.ragged.operations._whole: value.numel() > 1 => False
         uneven: torch.ones(8, 3) + p
     short rows: Fewer rows than the longest cut's are lost in a gather
-        fsdp.ragged.tensor.RaggedShard.gather: padded[: len(local)] = local => pass
+        fsdp.ragged.tensor.RaggedShard.gather: cat([local, => cat([local * (len(local) == most),
         uneven: p.cumsum(1)
     long rows: What fills up a gather is taken for rows
         fsdp.ragged.tensor.RaggedShard.gather: rows[: end - begin] => rows

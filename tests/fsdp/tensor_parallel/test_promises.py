@@ -336,7 +336,7 @@ MUTANTS = of_slips(
         fsdp.tensor_parallel.TpShard.of: not getattr(param, "tensor_model_parallel", False) => True
         marks
     edits of a TP shard: Edits of the tensor inside a DTensor are not seen
-        fsdp.storage.parameter_access.edits_of: version_of
+        fsdp.storage.at_rest.edits_of: version_of
         edits / optim
     unwatched copies: Nobody compares what tensor-parallel ranks have whole
         fsdp.guards._copies: lambda *_, **__: []
