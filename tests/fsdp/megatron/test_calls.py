@@ -142,7 +142,7 @@ def refusing(rank: int, strategy: str) -> list[str]:
     model, optimizer = with_optimizer(strategy)
     told = said(lambda: model.finish_grad_sync(True), NotImplementedError, "force_all_reduce=True", "full_gradients()")
     told += said(lambda: model.start_param_sync(force_sync=True), NotImplementedError, "force_sync=True", "unsharded()")
-    told += said(lambda: optimizer.step(clip=1), NotImplementedError, "step(clip)", "sync_grad_before_optimizer_step")
+    told += said(lambda: optimizer.step(clip=1), TypeError, "step()", "'clip'")
     return told + said(lambda: model.nothing, AttributeError, "no attribute 'nothing'")
 
 
