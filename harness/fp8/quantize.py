@@ -173,8 +173,7 @@ class TileScales:
 
     def __init__(self, payload: Tensor, tile: Tile, scaling: Scaling) -> None:
         self.payload, self.tile, self.scaling = payload, tile, scaling
-        grid = self.tile.grid(payload.shape)
-        self.scale, self.inverse = torch.ones(2, *grid, dtype=torch.float32, device=payload.device)
+        self.scale, self.inverse = torch.ones(2, *tile.grid(payload.shape), dtype=torch.float32, device=payload.device)
 
     def __call__(self) -> Quantized:
         """The unsharded weight, as products take it."""

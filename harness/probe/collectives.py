@@ -8,6 +8,7 @@ So are the host's waits announced, whose sum is exposed communication: on CPU, a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -44,8 +45,8 @@ class CollectiveMeter(Traffic, Observer):
     def functional_wait(self) -> AbstractContextManager[Any]:
         return Observer.waiting()
 
-    def collective(self, kind: str, bucket: str) -> None:
-        self.add(kind, bucket, 1, 0)
+    def begin(self, label: tuple[str, str], data: Sequence[Any]) -> None:
+        self.add(*label, 1, 0)
 
     def sent(self, kind: str, bucket: str, num_bytes: int) -> None:
         """Count bytes without an operation."""

@@ -148,7 +148,6 @@ class Mailboxes:
     """
 
     def __init__(self, rank: int, memories: Sequence[mmap.mmap]) -> None:
-        self.rank = rank
         size = len(memories)
         self._own = [self._box(memories[rank], peer) for peer in range(size)]
         self._theirs = [self._box(memory, rank) for memory in memories]

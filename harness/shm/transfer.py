@@ -53,8 +53,6 @@ def sum_in_order(terms: Sequence[Tensor], out: Tensor, dtype: torch.dtype, *, bl
         into.copy_(total)
 
 
-LOOK_S = 0.02
-"""Seconds between two looks for what else may end a wait."""
 GATHER, REDUCE = 1, 2
 KINDS = {GATHER: "all-gather", REDUCE: "reduce-scatter"}
 _ACKNOWLEDGE = -1
@@ -260,14 +258,13 @@ class Transport:
         while not is_over():
             self._advance_ready()
             now = time.monotonic()
-            if now - looked > LOOK_S:
+            if now - looked > 0.02:  # look every 20 ms for what else may end the wait
                 looked = now
                 for each in list(self._all):
                     with suppress(RuntimeError):  # who waits there raises it
                         each._advance_ready()
                 peers = awaited()
-                gone = self._gone(peers)
-                if gone and not is_over():
+                if (gone := self._gone(peers)) and not is_over():
                     raise RuntimeError(gone)
                 if now - began > (limit or self._limit()).total_seconds():
                     names = " and ".join(self._named(peer) for peer in sorted(peers))

@@ -23,10 +23,9 @@ import torch.distributed as dist
 
 from harness.watchdog.waits import CollectiveError, Position, by_value, ranks_text
 
-ANSWER_S, VERDICT_S = 3.0, 6.0
-"""Seconds that ranks are given to answer, and that one waits for the verdict."""
-READ_S = 2.0
-"""Seconds that other ranks are given to read a message before this one fails and perhaps ends."""
+ANSWER_S, VERDICT_S, READ_S = 3.0, 6.0, 2.0
+"""Seconds that ranks are given to answer; that one waits for the verdict; and that others are given to read a message
+before this one fails and perhaps ends."""
 
 _users: defaultdict[str, count[int]] = defaultdict(count)
 """Numbers the users of each group's store in order of construction, which is the same on all its ranks."""

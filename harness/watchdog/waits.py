@@ -29,7 +29,6 @@ SAME_WORK = (
     "All ranks must run the same forwards, backwards and steps, and the same units in them: a rank that has no data, or"
     " leaves a batch out, runs one with its loss times 0"
 )
-ONLY_SLOW = ". Where a rank is only slow, set watchdog_timeout_s higher"
 
 
 class CollectiveError(RuntimeError):
@@ -62,7 +61,7 @@ def describe_hang(positions: Positions, ranks: Sequence[int], timeout_s: float, 
     parts = [difference] if (difference := first_difference(positions)) else []
     parts += _waiting(positions) + _absent(positions, ranks)
     parts += [f"the backend of rank {rank} said: {p.failure}" for rank, p in sorted(positions.items()) if p.failure]
-    advice = f". {SAME_WORK}{'' if is_deadlock else ONLY_SLOW}"
+    advice = f". {SAME_WORK}{'' if is_deadlock else '. Where a rank is only slow, set watchdog_timeout_s higher'}"
     cause = f"a collective did not come about within {timeout_s:g} s"
     if any(each.failure for each in positions.values()):
         cause, advice = "a collective failed", ""

@@ -28,8 +28,8 @@ class Seen(events.Observer):
     def __init__(self) -> None:
         self.names: Counter[str] = Counter()
 
-    def collective(self, kind: str, bucket: str) -> None:
-        self.names[f"FSDP::{kind} ({bucket})"] += 1
+    def begin(self, label: events.Label, data: object) -> None:
+        self.names[f"FSDP::{label.kind} ({label.bucket})"] += 1
 
 
 def a_step(rank: int, strategy: str) -> Callable[[], None]:

@@ -39,7 +39,7 @@ def delayed(rank: int, seed: int, module: nn.Module, optimizer: torch.optim.Opti
             time.sleep(source.random() * LONGEST_S)
 
     observer = Observer()
-    observer.collective = sleep
+    observer.begin = sleep
     observer.attach()
     handles = [each.register_forward_hook(sleep) for each in module.modules()]
     handles.append(optimizer.register_step_pre_hook(sleep))

@@ -202,8 +202,8 @@ class Begun(Observer):
     def __init__(self) -> None:
         self.kinds: list[str] = []
 
-    def collective(self, kind: str, bucket: str) -> None:
-        self.kinds.append(kind)
+    def begin(self, label: Any, data: object) -> None:
+        self.kinds.append(label.kind)
 
 
 def mismatched(rank: int) -> list[Told]:

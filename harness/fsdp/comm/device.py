@@ -21,9 +21,6 @@ from torch import Tensor
 
 from harness.private_torch import foreach_copy_, foreach_mul_
 
-HEAP_BYTES = 31 << 20
-"""Just below the largest block that moves glibc's thresholds (32 MiB on 64 bits)."""
-
 cuda: Any = torch.cuda
 """Streams, events and memory pools; a recorder in tests."""
 QUEUED = ("cuda",)
@@ -110,7 +107,7 @@ class DeviceRuntime:
     def keep_pages(self) -> None:
         """Have the host's allocator keep pages from step to step; see the head of this file."""
         if not self.has_streams:
-            torch.UntypedStorage(HEAP_BYTES)  # freed at once
+            torch.UntypedStorage(31 << 20)  # freed at once; at most 32 MiB move glibc's thresholds
 
     def synchronize(self) -> None:
         """Block the host until the device has done all it was given; nothing to wait for on CPU."""

@@ -161,9 +161,6 @@ class Observer:
         if self in _observers:
             _observers.remove(self)
 
-    def collective(self, kind: str, bucket: str) -> None:
-        """Called when a collective begins; operations that this thread issues until it ends belong to it."""
-
     def sent(self, kind: str, bucket: str, num_bytes: int) -> None:
         """Called when other ranks read bytes of this process's memory, which no operation of torch sends.
 
@@ -173,10 +170,10 @@ class Observer:
     def waited(self, seconds: float) -> None:
         """Called when the host has stood still for a collective."""
 
-    # -- for watchdogs, which may raise in the first two where a collective will not come about ------------------------
+    # -- these two may raise where a collective will not come about ----------------------------------------------------
 
     def begin(self, label: Label, data: Sequence[Any]) -> None:
-        self.collective(*label)
+        """Called when a collective begins; operations that this thread issues until it ends belong to it."""
 
     def enter(self, labels: Sequence[Label | str], group: dist.ProcessGroup | None) -> Any:
         """A wait begins; returns what `leave` is given when it ends."""
