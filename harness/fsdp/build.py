@@ -42,10 +42,8 @@ from harness.fsdp.tensor_parallel import axis_of
 from harness.fsdp.update.steps import LocalStep
 from harness.private_torch import tree_map
 
-ENGINE = "_fsdp"
-"""Key of a sharded module's `__dict__`: its engine."""
-OWNER = "_fsdp_engine"
-"""Attribute of a sharded parameter: a weak reference to its engine, by which an optimizer over it finds that."""
+ENGINE = "_fsdp"  # key of a sharded module's `__dict__`: its engine
+OWNER = "_fsdp_engine"  # attribute of a sharded parameter: a weak reference to its engine, for an optimizer over it
 
 
 @dataclass(frozen=True)
@@ -64,11 +62,6 @@ class BuildContext:
     initial_value: InitialValue | None = None
     init_on_meta: bool = False
 
-    @property
-    def makes_values(self) -> bool:
-        """True if weights come from elsewhere than the parameters themselves."""
-        return self.initial_value is not None or self.init_on_meta
-
     def placements(self, *, has_outer: bool) -> Placements:
         return Placements.of(self.strategy, self.outer_strategy if has_outer else None)
 
@@ -84,8 +77,7 @@ class Engine:
         self.tensor_group = context.groups.tensor or axis_of(module.parameters())
         check_plan(module, context.groups, self.tensor_group)
         mark_weights(module)
-        resets = context.init_on_meta and context.initial_value is None
-        leave_meta(module, context.device, has_values=context.makes_values, resets=resets)
+        leave_meta(module, context.device, context.initial_value, init_on_meta=context.init_on_meta)
         self._make_ranks_and_memory(context)
         self.units = self._units(module, context)
         self.context = replace(context, initial_value=None, init_on_meta=False)
@@ -96,8 +88,6 @@ class Engine:
         self.runtime.keep_pages()
         parts = self.reduce, self.gather, self.weights.wait, partial(end_watch, self.watchdog)
         weakref.finalize(self, abandon, self.runtime, *parts).atexit = False
-
-    # -- ranks, memory, units --------------------------------------------------------------------------------------
 
     def _make_ranks_and_memory(self, context: BuildContext) -> None:
         options, device = context.options, context.device
@@ -123,35 +113,32 @@ class Engine:
         )
         # a step's summed gradients are divided by it
         self.divisor = float(dense.everyone.size if context.grad_divisor is None else context.grad_divisor)
-        fixed = FixedPoint(options.exact_bits, options.exact_terms) if options.numerics is Numerics.exact else None
-        # how gradients are sent under numerics=exact
-        self.integers = None if fixed is None else Integers(fixed, self.divisor, device)
+        self.integers: Integers | None = None  # how gradients are sent under numerics=exact
+        if options.numerics is Numerics.exact:
+            self.integers = Integers(FixedPoint(options.exact_bits, options.exact_terms), self.divisor, device)
 
     def _units(self, module: nn.Module, context: BuildContext) -> list[Unit]:
         options, meshes, initial = context.options, self.meshes, context.initial_value
         offload = torch.device("cpu") if options.offload_optimizer else None
         gradients = GradientPlan(self.memory, options.grad_buffer, options.numerics, self.integers, offload)
         _check_same_request(module, context, meshes)
-        if not context.makes_values:
+        if initial is None and not context.init_on_meta:
             check_copies(module, meshes.tensor)
             initial = values_of_first_rank(module, meshes)
-        plans = plan_units(module, context.unit_classes, context.policy.param_dtype)
 
         def make_group(name: str, key: GroupKey, members: Members) -> ParamGroup:
             mesh, dtypes = meshes.of(expert=key.expert), key.resolve(context.policy)
             placements = context.placements(has_outer=mesh.has_outer)
             return ParamGroup(name, key, members, dtypes, gradients, mesh, placements, meshes.tensor, initial)
 
+        plans = plan_units(module, context.unit_classes, context.policy.param_dtype)
         units = build_units(plans, make_group, self.memory)
         if initial is None:
             reset_by_module(module, buckets_of(units), meshes, context.device)
         return units
 
-    # -- wiring ----------------------------------------------------------------------------------------------------
-
     def _wire(self, module: nn.Module) -> None:
         options, meshes, runtime, units = self.options, self.meshes, self.runtime, self.units
-        self.guard = guard = GradientGuard(meshes.everyone) if options.report_nan_in_param_grad else None
         placed = [self.context.placements(has_outer=mesh.has_outer) for mesh in meshes]
         self.step = step = Step(
             reduces_each=self.integers is not None or not any(each.accumulates_locally for each in placed),
@@ -161,12 +148,18 @@ class Engine:
         )
         self.gather = gather = GatherPipeline(units, options.prefetch)
         self.reduce = ReducePipeline(
-            units, runtime, self.memory, step, factor=1.0 / self.divisor, guard=guard, before_wait=gather.pass_turn
+            units,
+            runtime,
+            self.memory,
+            step,
+            factor=1.0 / self.divisor,
+            guard=GradientGuard(meshes.everyone) if options.report_nan_in_param_grad else None,
+            before_wait=gather.pass_turn,
         )
         self.hooks = hooks = Hooks(units, gather, self.reduce)
         if self.policy.param_dtype is not None:
-            cast = partial(_cast_inputs, self.policy.param_dtype)
-            hooks.handles += [unit.module.register_forward_pre_hook(cast, with_kwargs=True) for unit in units]
+            hook = partial(_cast_inputs, self.policy.param_dtype)
+            hooks.handles += [unit.module.register_forward_pre_hook(hook, with_kwargs=True) for unit in units]
         # keeps nothing alive
         where = weakref.WeakMethod(hooks.where)
         self.watchdog = watch_groups(
@@ -195,12 +188,10 @@ class Engine:
         self.hooks.whereabouts = Whereabouts(module)
         self.hooks.before_forward = WeakHook(self.weights.bring_up_to_date)
 
-    # -- a built engine --------------------------------------------------------------------------------------------
-
     @property
     def module(self) -> Any:
         """The sharded module, which outlives its engine."""
-        return self.weights.module
+        return self.units[0].module
 
     @property
     def is_closed(self) -> bool:
@@ -209,8 +200,6 @@ class Engine:
     def set_policy(self, policy: MixedPrecisionPolicy) -> None:
         """Send gradients from now on as a policy says. No reduction may be in flight. *Collective.* Raises ValueError:
         the policy does not fit the model; nothing has changed."""
-        if policy == self.policy:
-            return
         trainable = [bucket for bucket in self.buckets if bucket.trainable]
         dtypes = [replace(policy.resolve(b.key.dtype), compute=b.dtypes.compute) for b in trainable]
         for each in dtypes if self.integers is not None else ():
@@ -225,11 +214,10 @@ class Engine:
 
         Between `zero_grad` and the next reduction, shards of main_grads are not allocated.
         """
-        total = Counter(compute_weights=0, main_weights=0, main_grads=0, padding=0, optimizer=0)
+        states = sum(each.state_bytes() for each in self.local_steps)
+        total = Counter(compute_weights=0, main_weights=0, main_grads=0, padding=0, optimizer=states)
         for bucket in self.buckets:
             total.update(bucket.persistent_bytes())
-        for each in self.local_steps:
-            total["optimizer"] += each.state_bytes()
         scales = sum(bucket.codec.scale_bytes for bucket in self.buckets if bucket.codec)
         return {**total, "buffers": sum(buffer.nbytes for buffer in self.module.buffers()) + scales}
 
@@ -240,20 +228,12 @@ class Engine:
         self.weights.before_edit()  # by whoever is given them
         check_names(self.module)
 
-    def with_gradients(self) -> list[ParamGroup]:
-        """Buckets of trained parameters, once their gradients are finished. *Collective.*"""
-        self.gradients.finish()
-        self.gradients.collect()
-        return [bucket for bucket in self.buckets if bucket.trainable]
-
     def local_gradients(self) -> dict[str, Tensor]:
-        rows = (each for bucket in self.with_gradients() for each in bucket.cuts.own_rows(bucket.grad_shards))
-        return {name: row.detach() for name, row in rows}
-
-    def stepped(self) -> list[torch.optim.Optimizer]:
-        for each in self.local_steps:
-            each.take_state()
-        return [each.optimizer for each in self.local_steps]
+        return {
+            name: row.detach()
+            for bucket in self.gradients.collect()
+            for name, row in bucket.cuts.own_rows(bucket.grad_shards)
+        }
 
     def counters(self) -> dict[str, int]:
         """transient_peak_bytes: most bytes of temporary buckets (gathered weights, unreduced gradients) alive at once,
@@ -269,7 +249,9 @@ class Engine:
                 self.weights.wait()
         finally:
             end_watch(self.watchdog)
-            self.hooks.remove()
+            for handle in self.hooks.handles:
+                handle.remove()
+            self.hooks.handles.clear()
             self.user_buffers.close()
 
 
@@ -284,8 +266,11 @@ def _check_same_request(module: nn.Module, context: BuildContext, meshes: Meshes
         name: getattr(context, name) for name in ("strategy", "outer_strategy", "policy", "grad_divisor")
     }
     asked.pop("watchdog_timeout_s")
-    named = [(n, p) for n, p in module.named_parameters() if not is_expert(p)]
-    lines = [(f"parameter {name}", f"{_kind(p)} {'trained' if p.requires_grad else 'frozen'}") for name, p in named]
+    lines = [
+        (f"parameter {name}", f"{_kind(param)} {'trained' if param.requires_grad else 'frozen'}")
+        for name, param in module.named_parameters()
+        if not is_expert(param)
+    ]
     lines += [(f"buffer {name}", _kind(buffer)) for name, buffer in module.named_buffers()]
     lines += [(f"argument {name}", str(getattr(value, "value", value))) for name, value in asked.items()]
     check_agreed(

@@ -49,9 +49,8 @@ def watch_groups(comms: Sequence[Communicator], options: Options, where: Callabl
     """
     if comms[0].size == 1:
         return None
-    groups, runtime, limit_s = [comm.group for comm in comms], comms[0].runtime, options.watchdog_timeout_s
-    if limit_s is None:
-        limit_s = default_timeout_s(groups, runtime.device)
+    groups, runtime = [comm.group for comm in comms], comms[0].runtime
+    limit_s = options.watchdog_timeout_s or default_timeout_s(groups, runtime.device)
     mark = runtime.record if runtime.has_streams else None
     beside = WeakSet(comm.shm for comm in comms if comm.shm is not None)
 
@@ -60,8 +59,9 @@ def watch_groups(comms: Sequence[Communicator], options: Options, where: Callabl
             each.abort()
         abort_group(group)
 
-    check = options.check_collectives
-    watchdog = ModelWatchdog(groups, limit_s, where=where, abort=abort, mark=mark, records=False, check=check)
+    watchdog = ModelWatchdog(
+        groups, limit_s, where=where, abort=abort, mark=mark, records=False, check=options.check_collectives
+    )
     watchdog.attach()
     return watchdog
 
@@ -133,8 +133,7 @@ def check_equal(replicas: Sequence[Replica], comm: Communicator, when: str) -> N
 
 
 def _differing(table: Tensor) -> list[int]:
-    differs: list[bool] = (table != table[0]).any(0).tolist()
-    return [place for place, each in enumerate(differs) if each]
+    return (table != table[0]).any(0).nonzero().flatten().tolist()
 
 
 def held_by_several(buckets: Sequence[ParamGroup], meshes: Meshes) -> list[tuple[Communicator, list[Replica]]]:
@@ -155,35 +154,26 @@ def held_by_several(buckets: Sequence[ParamGroup], meshes: Meshes) -> list[tuple
             shards = [Replica(f"{name} inner shard", shard) for name, shard in kept if shard is not None]
             found.append((mesh.outer, [each for cut, each in own if cut.outer is REPLICATE] + shards))
     if meshes.tensor is not None:
-        found.append((meshes.tensor, [each for bucket in buckets for each in _copies(bucket)]))
+        rows = ((b, *row) for b in buckets for row in b.cuts.own_rows(b.main_shards))
+        copied = ((b.name, name, part) for b, name, part in rows if b.tp_shards[name].is_copied)
+        found.append((meshes.tensor, [Replica(f"{of} main weights", part, [(n, part)]) for of, n, part in copied]))
     return found
-
-
-def _copies(bucket: ParamGroup) -> list[Replica]:
-    rows = bucket.cuts.own_rows(bucket.main_shards)
-    copied = ((name, part) for name, part in rows if bucket.tp_shards[name].is_copied)
-    return [Replica(f"{bucket.name} main weights", part, [(name, part)]) for name, part in copied]
 
 
 class CopiesPart(RuntimeError):
     """Tensor-parallel ranks see other data."""
 
 
-Pairs = Sequence[tuple[str, str]]  # pairs of a subject ("parameter blocks.0.weight") and its value on this rank
-
-
-# -- agreement before anything is changed ------------------------------------------------------------------------------
-
-
 class RanksDisagree(RuntimeError):
     """Raised by all ranks with the same message."""
 
 
-def check_agreed(pairs: Pairs, comm: Communicator, purpose: str, wrong: str, fix: str) -> None:
+def check_agreed(pairs: Sequence[tuple[str, str]], comm: Communicator, purpose: str, wrong: str, fix: str) -> None:
     """Compare one number a rank; only where it differs, all pairs. *Collective* over `comm`.
 
-    pairs: this rank's pairs. purpose: for labels. wrong, fix: the message around the first difference. Raises
-    RanksDisagree: on all ranks, with the first name that differs and every rank's value.
+    pairs: of a subject ("parameter blocks.0.weight") and its value on this rank. purpose: for labels. wrong, fix: the
+    message around the first difference. Raises RanksDisagree: on all ranks, with the first name that differs and every
+    rank's value.
     """
     if comm.size == 1:
         return
@@ -249,23 +239,19 @@ class GradientGuard:
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
-        self._microbatch = 0  # counts from 1
         # of each bucket in each backward: microbatch, names and numbers of elements, and the largest element of each
         self._seen: list[tuple[int, list[tuple[str, int]], Tensor]] = []
 
-    def begin_backward(self) -> None:
-        self._microbatch += 1
-
     def forget(self) -> None:
-        self._microbatch, self._seen = 0, []
+        self._seen = []
 
     @torch.no_grad()
-    def look(self, bucket: ParamGroup, gradients: Tensor) -> None:
-        """Look at an unsharded bucket of unreduced gradients, any floating-point dtype."""
+    def look(self, bucket: ParamGroup, gradients: Tensor, microbatch: int) -> None:
+        """Look at an unsharded bucket of unreduced gradients, any floating-point dtype. microbatch: counts from 1."""
         held = [(name, view) for name, view in bucket.named_slices(gradients) if view.numel()]
         if held:
             largest = torch.stack([torch.linalg.vector_norm(view, math.inf) for _, view in held])
-            self._seen.append((self._microbatch, [(name, view.numel()) for name, view in held], largest))
+            self._seen.append((microbatch, [(name, view.numel()) for name, view in held], largest))
 
     def report(self) -> None:
         """Raise the same FloatingPointError on all ranks if any of them found something. *Collective.*"""

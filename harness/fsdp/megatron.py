@@ -175,8 +175,8 @@ def fully_shard_optimizer(
         ValueError: no model is given, and the parameters belong to no sharded model or to several.
     """
     if isinstance(model, torch.optim.Optimizer):  # megatron-fsdp's order: the optimizer, then its flag
-        flag = preproc_state_dict_for_dcp_ckpt if optimizer is None else optimizer
-        model, optimizer, preproc_state_dict_for_dcp_ckpt = None, model, flag
+        preproc_state_dict_for_dcp_ckpt = preproc_state_dict_for_dcp_ckpt if optimizer is None else optimizer
+        model, optimizer = None, model
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"fully_shard_optimizer takes an optimizer, or a model and an optimizer, not {optimizer!r}")
     without_unbuilt({"preproc_state_dict_for_dcp_ckpt": preproc_state_dict_for_dcp_ckpt})
@@ -190,15 +190,8 @@ class MegatronModel(FSDPModule):
     All ranks call these methods, in the same order.
     """
 
-    @property
-    def is_last_microbatch(self) -> bool:
-        """True if the next backward ends the step's accumulation; may be set, as `set_model_auto_sync` does."""
-        return engine_of(self).step.sync
-
-    @is_last_microbatch.setter
-    def is_last_microbatch(self, value: bool) -> None:
-        engine_of(self).step.sync = value
-
+    is_last_microbatch = property(lambda self: engine_of(self).step.sync, FSDPModule.set_model_auto_sync)
+    """True if the next backward ends the step's accumulation; may be set, as `set_model_auto_sync` does."""
     model_auto_sync = is_last_microbatch
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:

@@ -100,11 +100,12 @@ class FSDPModule(nn.Module):
         for name, held in (*self.named_parameters(), *self.named_buffers()):
             like = torch.zeros((2,) * held.dim(), dtype=held.dtype, device=held.device)
             made = fn(like)
-            same_place = made.device.type == "cpu" == like.device.type  # `cpu:0` is `cpu`
-            same = made.dtype is like.dtype and made.stride() == like.stride()
-            if made is not like and not (same_place and same):
-                where = f"{name} is {held.dtype} on {held.device}"
-                raise NotImplementedError(f"a sharded model cannot be cast or moved, and {where}: do so before")
+            on_cpu = made.device.type == "cpu" == like.device.type  # `cpu:0` is `cpu`
+            if made is not like and not (on_cpu and made.dtype is like.dtype and made.stride() == like.stride()):
+                raise NotImplementedError(
+                    f"a sharded model cannot be cast or moved, and {name} is {held.dtype} on {held.device}: do so"
+                    " before"
+                )
         return self
 
     # -- microbatches ----------------------------------------------------------------------------------------------
@@ -217,7 +218,7 @@ class FSDPModule(nn.Module):
 
     def full_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Name and whole finished gradient of each parameter, on the CPU. *Collective*: exhaust it on all ranks."""
-        trained = engine_of(self).with_gradients()
+        trained = engine_of(self).gradients.collect()
         check_names(self)
         return _unsharded(self, trained, lambda bucket: bucket.grad_shards, "gradients")
 
@@ -266,8 +267,10 @@ class FSDPModule(nn.Module):
             bucket.show(unsharded=False)
         try:
             held = own.state_dict(keep_vars=True)
-            given = _with_tied(state_dict, held)
-            values = {name: as_target(value, sharded_of(held.get(name))) for name, value in given.items()}
+            values = {
+                name: as_target(value, sharded_of(held.get(name)))
+                for name, value in _with_tied(state_dict, held).items()
+            }
             return own.load_state_dict(values, **({} if strict else {"strict": False}))
         finally:
             for bucket in in_use:
@@ -285,15 +288,15 @@ class FSDPModule(nn.Module):
         taken a step has no state yet; `harness.fsdp.create_state` creates it. NotImplementedError: ranks hold different
         experts under one name; or an optimizer keeps something else than tensors."""
         engine = engine_of(self)
-        stepped = engine.stepped()
+        for each in engine.local_steps:
+            each.take_state()
         engine.settle()
         refuse_split_experts(engine.buckets)
-        weights = {  # views that share the version, by which a forward knows that it must install
+        return {  # views that share the version, by which a forward knows that it must install
             f"weights/{name}": bucket.sharded().view(index, bucket.main_shards)
             for bucket in engine.buckets
             for index, (name, _) in enumerate(bucket.params)
-        }
-        return weights | optimizer_entries(engine.buckets, stepped)
+        } | optimizer_entries(engine.buckets, [each.optimizer for each in engine.local_steps])
 
     def close(self) -> None:
         """See `harness.fsdp.build.Engine.close`."""
@@ -307,8 +310,7 @@ def optimizer_entries(buckets: Sequence[ParamGroup], optimizers: Sequence[torch.
     pairs = [pair for each in buckets for pair in zip(each.layout.slots, each.sharded().params, strict=True)]
     found = {}
     for slot, param in (pair for pair in pairs if id(pair[1]) in owner):
-        held = owner[id(param)].state.get(param) or {}
-        for entry, value in held.items():
+        for entry, value in (owner[id(param)].state.get(param) or {}).items():
             if isinstance(value, Tensor):
                 found[f"optimizer/{slot.spec.name}/{entry}"] = value.detach()
             elif value is not None:
@@ -344,6 +346,4 @@ def _with_tied(given: Mapping[str, Any], held: Mapping[str, Any]) -> dict[str, A
 
 
 def _gradient_norm(engine: Engine) -> Tensor:
-    engine.gradients.finish()
-    engine.gradients.collect()
-    return norms.gradient_norm(engine.buckets, engine.meshes.everyone, engine.options.numerics)
+    return norms.gradient_norm(engine.gradients.collect(), engine.meshes.everyone, engine.options.numerics)

@@ -12,12 +12,11 @@ import difflib
 import inspect
 import math
 import numbers
-import types
 import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from enum import Enum
-from typing import Any, Self, TypeVar, cast
+from typing import Any, Self, TypeVar
 
 
 class Word(Enum):
@@ -215,8 +214,7 @@ class Range:
 
 def option(default: T, *, range: Range | None = None, setting: str = "", same_bits: bool = False) -> T:
     """A dataclass field, with fields of `Option`; typed as its default, as `dataclasses.field` is."""
-    made: Any = field(default=default, metadata={"range": range, "setting": setting, "same_bits": same_bits})
-    return cast("T", made)
+    return field(default=default, metadata={"range": range, "setting": setting, "same_bits": same_bits})
 
 
 @dataclass(frozen=True)
@@ -269,10 +267,9 @@ def declared_in(declaring: type, group: str = "") -> dict[str, Option]:
     hints = typing.get_type_hints(declaring)
     found = {}
     for each in fields(declaring):
-        kinds = typing.get_args(hints[each.name]) if isinstance(hints[each.name], types.UnionType) else ()
-        bare = next((kind for kind in kinds if kind is not type(None)), hints[each.name])
+        kinds = typing.get_args(hints[each.name])  # of an option that may be None: its own, and that
         more = {**each.metadata, "setting": f"{group}.{each.name}"} if group else each.metadata
-        found[each.name] = Option(each.name, bare, bool(kinds), each.default, **more)
+        found[each.name] = Option(each.name, (*kinds, hints[each.name])[0], bool(kinds), each.default, **more)
     return found
 
 

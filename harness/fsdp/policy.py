@@ -12,10 +12,8 @@ import torch
 
 from harness.fsdp.options import Dtype
 
-FORMATS: tuple[torch.dtype, ...] = tuple(getattr(torch, dtype.torch_name) for dtype in Dtype)
-"""Dtypes every role of a policy takes."""
-BUCKET_ALIGN_BYTES = 256
-"""Every parameter in a gathered bucket starts on a multiple of this: kernels see one alignment in every layout."""
+FORMATS: tuple[torch.dtype, ...] = tuple(getattr(torch, dtype.torch_name) for dtype in Dtype)  # of every role
+BUCKET_ALIGN_BYTES = 256  # every parameter in a gathered bucket starts on a multiple: one alignment in every layout
 
 
 def holds(dtype: torch.dtype, other: torch.dtype) -> bool:
@@ -93,12 +91,11 @@ class Dtypes:
         for role in fields(self):
             dtype = getattr(self, role.name)
             if dtype not in FORMATS:
-                valid = ", ".join(str(each) for each in FORMATS)
-                raise ValueError(f"{role.name} dtype {dtype} is not supported; use {valid}")
+                raise ValueError(f"{role.name} dtype {dtype} is not supported; use {', '.join(map(str, FORMATS))}")
         if not holds(self.main, self.compute):
-            valid = ", ".join(str(dtype) for dtype in FORMATS if holds(dtype, self.compute))
             raise ValueError(
-                f"main_params_dtype={self.main} cannot hold the module's {self.compute}. Valid are {valid}, and None"
+                f"main_params_dtype={self.main} cannot hold the module's {self.compute}. Valid are"
+                f" {', '.join(str(dtype) for dtype in FORMATS if holds(dtype, self.compute))}, and None"
             )
         if allow_low_precision_grads:
             return
@@ -114,10 +111,6 @@ class Dtypes:
                 f"grad_accum_dtype={self.accum} sums in fewer bits than fp32 or than what arrives (the wire has"
                 f" {self.wire}). Set grad_accum_dtype={wide}, None for the same, {consent}"
             )
-
-    def in_8_bits(self) -> Dtypes:
-        """These dtypes, with weights stored and gathered as e4m3; see `harness.fsdp.storage.codec`."""
-        return replace(self, compute=torch.float8_e4m3fn)
 
     def as_integers(self) -> Dtypes:
         """These dtypes, with gradients sent and summed as int64; see `harness.fsdp.comm.reduction`.

@@ -19,13 +19,8 @@ OTHER_ENGINES = (
     *("torch.nn.parallel", "torch.distributed.fsdp", "torch.distributed._composable"),
     *("deepspeed", "megatron_fsdp"),
 )
-MANAGED = "_is_fsdp_managed_module"
-"""Attribute of all that torch's FSDP1 and FSDP2 manage."""
-UNITS = "unit_modules (fully_shard_model: fsdp_unit_modules)"
-"""Name of the list of units in messages, under both entries."""
-
-
-# -- arguments -------------------------------------------------------------------------------------------------------
+MANAGED = "_is_fsdp_managed_module"  # attribute of all that torch's FSDP1 and FSDP2 manage
+UNITS = "unit_modules (fully_shard_model: fsdp_unit_modules)"  # name of the list of units, under both entries
 
 
 def resolve_classes(modules: Iterable[type[nn.Module] | str]) -> list[type[nn.Module]]:
@@ -78,11 +73,7 @@ def groups_of(
 
 
 def _all_ranks_of(mesh: DeviceMesh) -> dist.ProcessGroup:
-    ranks: list[int] = mesh.mesh.flatten().tolist()
-    return kept_group(mesh.get_group(0), tuple(ranks), "fsdp_everyone")
-
-
-# -- modules -----------------------------------------------------------------------------------------------------------
+    return kept_group(mesh.get_group(0), tuple(mesh.mesh.flatten().tolist()), "fsdp_everyone")
 
 
 def check_request(

@@ -29,8 +29,7 @@ from harness.fsdp.storage.parameter_access import HOME, grad_of
 from harness.fsdp.update.rules import begins_with_gradient, check_optimizer, create_state_of
 from harness.fsdp.update.steps import LocalStep
 
-_RUNS = "_runs_as_forward"
-"""Attribute of a function that takes the place of a module's method."""
+_RUNS = "_runs_as_forward"  # attribute of a function that takes the place of a module's method
 
 
 def shard(
@@ -61,9 +60,19 @@ def shard(
     check_request(module, kind, classes, grad_divisor)
     inner, outer = Strategy.parse(strategy, "strategy"), OuterStrategy.parse(outer_strategy, "outer_strategy")
     groups = groups or (Groups(group) if mesh is None else groups_of_mesh(mesh))
-    device = torch.device(device or usual_device(next(module.parameters()).device, groups.inner))
-    choices = inner, outer, mp_policy or MixedPrecisionPolicy(), chosen, device
-    context = BuildContext(groups, expert_groups, classes, *choices, grad_divisor, initial_value, init_on_meta)
+    context = BuildContext(
+        groups,
+        expert_groups,
+        classes,
+        inner,
+        outer,
+        mp_policy or MixedPrecisionPolicy(),
+        chosen,
+        torch.device(device or usual_device(next(module.parameters()).device, groups.inner)),
+        grad_divisor,
+        initial_value,
+        init_on_meta,
+    )
     return _mix_in(module, kind, context, ["generate"] if hasattr(type(module), "generate") else [])
 
 
@@ -92,9 +101,8 @@ def _mixed(kind: type, own: type) -> Any:
 def copied(model: nn.Module, memo: dict[int, Any]) -> Any:
     engine = engine_of(model)
     engine.settle()
-    module = _bare_copy(model, engine, memo)
     context = replace(engine.context, policy=engine.policy, initial_value=lambda _, shape: torch.zeros(shape))
-    made = _mix_in(module, type(model).__mro__[1], context, engine.forward_methods)
+    made = _mix_in(_bare_copy(model, engine, memo), type(model).__mro__[1], context, engine.forward_methods)
     adopt_weights(engine_of(made), engine)
     memo[id(model)] = made
     return made
@@ -147,8 +155,7 @@ def _bare_copy(model: nn.Module, engine: Engine, memo: dict[int, Any]) -> nn.Mod
 
 
 def _on_meta(param: nn.Parameter, own: type, bucket: ParamGroup) -> Tensor:
-    data = torch.empty(param.shape, dtype=bucket.key.dtype, device="meta")
-    made = nn.Parameter(data, bucket.key.trainable)
+    made = nn.Parameter(torch.empty(param.shape, dtype=bucket.key.dtype, device="meta"), bucket.key.trainable)
     made.__class__ = own
     vars(made).update((n, v) for n, v in vars(param).items() if not (n.startswith("_") or n == "base"))
     return made

@@ -102,8 +102,9 @@ class TpShard:
             return value
         mesh = DeviceMesh.from_group(group, value.device.type)
         whole = torch.empty(self.shape, device="meta")
-        held = value.reshape(self.here), mesh, [Shard(self.dim)]
-        made = DTensor.from_local(*held, run_check=False, shape=whole.shape, stride=whole.stride())
+        made = DTensor.from_local(
+            value.reshape(self.here), mesh, [Shard(self.dim)], run_check=False, shape=whole.shape, stride=whole.stride()
+        )
         return made.full_tensor().contiguous()
 
 
@@ -121,8 +122,7 @@ def _check_axis(name: str, param: DTensor, group: dist.ProcessGroup | None) -> N
 
 def axis_of(params: Iterable[Tensor]) -> dist.ProcessGroup | None:
     meshes = (param.device_mesh for param in params if isinstance(param, DTensor))
-    mesh: DeviceMesh | None = next((each for each in meshes if each.ndim == 1), None)
-    return None if mesh is None else mesh.get_group()
+    return next((mesh.get_group() for mesh in meshes if mesh.ndim == 1), None)
 
 
 put_data: Callable[[Tensor, Tensor], None] = Tensor.data.__set__  # type: ignore[attr-defined] # a descriptor of C

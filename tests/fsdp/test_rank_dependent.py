@@ -315,7 +315,7 @@ FORWARD = {
         after an evaluation
         did not come about within 3 s
     one number for all forwards: A rank waits for gradients of units that only a forward with its own backward called
-        fsdp.runtime.step.Step.forward_number: self.num_forwards if self.in_forward else 0 => 1
+        fsdp.runtime.step.Step.pre_forward: self.num_forwards += 1 => self.num_forwards = 1
         two forwards, then two backwards
         did not come about within 3 s
     last unit kept: A unit that a rank did not use in generate() stays whole there, and is not in its next sweep

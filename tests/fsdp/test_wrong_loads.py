@@ -43,7 +43,8 @@ MUTANTS = slips(
     weights not installed: Loaded weights do not reach compute weights that are kept
         fsdp.storage.param_group.ParamGroup.is_stale: False
     first moments alone: Second moments are not loaded
-        fsdp.module.optimizer_entries: held.items(): => [(e, v) for e, v in held.items() if e != "exp_avg_sq"]:
+        fsdp.module.optimizer_entries: owner[id(param)].state.get(param) or {}
+            => {n: v for n, v in owner[id(param)].state[param].items() if n != "exp_avg_sq"}
     """
 ) | {
     "rows of the neighbour": Slip(

@@ -16,6 +16,7 @@ import torch
 from harness.fsdp.comm import device
 from harness.fsdp.comm.device import DeviceRuntime, copy_together
 from harness.fsdp.comm.reduction import Exchange
+from harness.fsdp.runtime import reduce
 from harness.fsdp.runtime.reduce import PendingReduction, ReducePipeline
 from harness.fsdp.runtime.weights import Weights
 from harness.fsdp.storage.gradients import Gradients
@@ -32,7 +33,7 @@ from tests.support.spawn import run_ranks
 ZERO1, ZERO2, ZERO3 = (Case(name) for name in ("optim", "optim_grads", "optim_grads_params"))
 HSDP = Case("optim_grads", "no_shard")
 BF16 = Case("optim_grads_params", policy="bf16_comm")
-_side_stream, _start = DeviceRuntime._on_side_stream, ReducePipeline._start
+_side_stream = DeviceRuntime._on_side_stream
 
 
 @dataclass(frozen=True)
@@ -118,12 +119,12 @@ def swapped_early() -> Iterator[None]:
         yield
 
 
-def moved_late(self: ReducePipeline, bucket: Any) -> PendingReduction:
+def moved_late(bucket: Any, pipeline: ReducePipeline) -> PendingReduction:
     held: Gradients = bucket.gradients
     waiting, held._waiting = held._waiting, {}
     places = [held._views[index] for index in waiting]
     held._unwritten -= waiting.keys()
-    job = _start(self, bucket)
+    job = PendingReduction(bucket, pipeline)
     copy_together(places, list(waiting.values()))
     return job
 
@@ -192,7 +193,7 @@ PATCHED = {
     ),
     "moved after sending": Fault(
         "Gradients that waited for one another are moved into their bucket when that is on its way",
-        instead(ReducePipeline, "_start", moved_late),
+        instead(reduce, "PendingReduction", moved_late),
         ZERO2,
         r"memory for blocks\.2/float32",
         ("nccl reduce_scatter|stream reduce", "_foreach_copy_"),

@@ -37,7 +37,6 @@ from harness.fsdp.runtime.units import (
     buckets_of,
     could_reach,
     due_among,
-    rest,
 )
 from harness.fsdp.storage.at_rest import location_of
 from harness.fsdp.storage.gradients import Gradients
@@ -54,7 +53,7 @@ class BackwardHooks:
 
     def __init__(self, units: Sequence[Unit], gather: GatherPipeline, reduce: ReducePipeline) -> None:
         self.units, self.gather, self.reduce = units, gather, reduce
-        self.step, self.guard = reduce.step, reduce.guard
+        self.step = reduce.step
         self.before_backward: Callable[[], None] = lambda: None
         self.after_backward: Callable[[], None] = lambda: None
         self.handles: list[RemovableHandle] = []
@@ -97,7 +96,7 @@ class BackwardHooks:
         self._rested.clear()
         for unit in self.units:
             unit.readiness.post_backward()
-        rest(self.units)
+        self.gather.rest(self.units)
 
     def watch_outputs(self, unit: Unit, leaves: list[Tensor], call: Call | None = None, forward: int = 0) -> None:
         """Hook the first gradient of a call's outputs, or of the model's forward of this number.
@@ -132,8 +131,6 @@ class BackwardHooks:
         self._end = weakref.ref(end)
         at_end_of_backward(end)
         del end  # autograd alone keeps it, as long as the backward runs; the traceback of an error would, too
-        if self.guard is not None:
-            self.guard.begin_backward()
         for bucket in buckets_of(self.units):
             bucket.use()
         self.gather.pre_backward()
@@ -151,8 +148,9 @@ class BackwardHooks:
         self.reduce.post_backward(reduce=self.step.plan.reduce_units)  # before waiting: [Note: Who waits for whom]
         self.gather.post_backward()
         self._reset()
-        self.step.post_backward()
-        self.after_backward()
+        self.step.state = self.step.plan.leads_to
+        if not self.step.plan.of_inputs:
+            self.after_backward()
 
     def _show_own(self) -> None:
         for bucket in buckets_of(self.units):
@@ -278,7 +276,11 @@ class BackwardHooks:
         if self.gather.order and not (unit in self._rested and unit.readiness.is_passed):
             self._refuse_sharded(unit, name)
         with without_torch_function():  # as `by_engine`, for one parameter after the other
-            refuse_layout(name, grad_of(param))
+            if (gradient := grad_of(param)) is not None and gradient.layout is not torch.strided:
+                raise RuntimeError(
+                    f"the gradient of {name} is {gradient.layout}, and flat buffers hold dense ones alone: call"
+                    " embedding() and embedding_bag() with sparse=False"
+                )
             if not gradients.is_prepared:  # the first of this backward
                 self.reduce.prepare(unit)
             gradients.accumulate(index)
@@ -306,7 +308,8 @@ class BackwardHooks:
         if not unit.readiness.is_blind:
             self.gather.reshard(unit)
         if not self.step.plan.reduce_units:
-            self.reduce.bring_in(unit)
+            for gradients in unit.gradients:
+                gradients.copy_in_waiting()
         elif unit.trainable and not self.reduce.is_done_with(unit):
             self.reduce.mark_ready(unit)
 
@@ -316,11 +319,3 @@ def unfrozen_too_late(units: Sequence[Unit]) -> str | None:
     """A parameter without gradient storage that the running backward would reach."""
     params = (each for bucket in buckets_of(units) if not bucket.trainable for each in bucket.params)
     return next((name for name, param in params if param.requires_grad and due_among([param])), None)
-
-
-def refuse_layout(name: str, gradient: Tensor | None) -> None:
-    if gradient is not None and gradient.layout is not torch.strided:
-        raise RuntimeError(
-            f"the gradient of {name} is {gradient.layout}, and flat buffers hold dense ones alone: call embedding() and"
-            " embedding_bag() with sparse=False"
-        )

@@ -9,9 +9,10 @@ ranks must then run the same modules in the same order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
-from harness.fsdp.runtime.units import Unit, rest
+from harness.fsdp.runtime.units import Unit, buckets_of
 
 
 class GatherPipeline:
@@ -33,7 +34,7 @@ class GatherPipeline:
         self._groups = {group: None for mesh in meshes for group in (mesh.gather, mesh.outer) if group is not None}
         self._on_way: dict[Unit, None] = {}
         self._whole: set[Unit] = set()
-        self._num_held = 0
+        self.held: set[Unit] = set()
         self._sweep: list[Unit] = []
         self._places: dict[Unit, int] = {}
         self._next = self._passed = 0  # places in the sweep: of the first unit not begun, and not passed
@@ -188,7 +189,7 @@ class GatherPipeline:
 
     def reshard(self, unit: Unit, *, root_too: bool = False) -> None:
         """Drop a unit's whole weights, each rank keeping its part; the root's stay until the backward ends."""
-        if unit.is_held or (unit.is_root and not root_too) or unit not in self._whole:
+        if unit in self.held or (unit.is_root and not root_too) or unit not in self._whole:
             return
         self._whole.discard(unit)
         for bucket in unit.buckets:
@@ -208,8 +209,13 @@ class GatherPipeline:
         on_way = list(self._on_way)
         for unit in on_way:
             self._wait_for_unshard(unit)
-        rest(on_way)
+        self.rest(on_way)
         self.wait_for_peers()
+
+    def rest(self, units: Iterable[Unit]) -> None:
+        """Show sharded parameters of units, but of those that are held."""
+        for bucket in buckets_of([unit for unit in units if unit not in self.held]):
+            bucket.show(unsharded=False)
 
     def wait_for_peers(self) -> None:
         """Wait until peers have read this rank's part of what was gathered."""
@@ -218,29 +224,20 @@ class GatherPipeline:
 
     # -- hold ------------------------------------------------------------------------------------------------------
 
-    @property
-    def holds(self) -> bool:
-        return self._num_held > 0
-
-    def hold(self, units: Sequence[Unit]) -> list[Unit]:
-        """Have units whole until `let_go`, whatever begins and ends meanwhile; returns those that were not held.
-        *Collective.* Raises ValueError: under double_buffer there is no room for them; none is held then."""
-        found = [unit for unit in units if not unit.is_held]
-        for unit in sorted(found, key=lambda unit: self.order.index(unit) if unit in self.order else 0):
-            if not self.is_whole(unit):
-                try:
+    @contextmanager
+    def hold(self, units: Sequence[Unit]) -> Iterator[list[Unit]]:
+        """Have units whole in the body, whatever begins and ends meanwhile; gives those that were not held.
+        *Collective.* Raises ValueError: under double_buffer there is no room for them."""
+        found = [unit for unit in units if unit not in self.held]
+        try:
+            for unit in sorted(found, key=lambda unit: self.order.index(unit) if unit in self.order else 0):
+                if not self.is_whole(unit):
                     self._start_unshard(unit)
-                except ValueError:
-                    self.let_go(found)
-                    raise
-                self._wait_for_unshard(unit)
-            unit.is_held = True
-            self._num_held += 1
-        return found
-
-    def let_go(self, units: Sequence[Unit]) -> None:
-        """Reshard units that `hold` gave."""
-        for unit in units:
-            self._num_held -= unit.is_held
-            unit.is_held = False
-            self.reshard(unit, root_too=True)
+                    self._wait_for_unshard(unit)
+                self.held.add(unit)
+            yield found
+        finally:
+            self.held.difference_update(found)
+            for unit in found:
+                self.reshard(unit, root_too=True)
+            self.rest(found)

@@ -19,7 +19,7 @@ from harness.fsdp.comm.mesh import Meshes, all_values
 from harness.fsdp.comm.reduction import Integers
 from harness.fsdp.guards import CopiesPart, bit_hash
 from harness.fsdp.runtime.hooks import Hooks
-from harness.fsdp.runtime.step import Call, Progress, Step, StepError, StepState
+from harness.fsdp.runtime.step import Progress, Step, StepError, StepState
 from harness.fsdp.runtime.units import Unit, WeakHook, buckets_of
 from harness.fsdp.runtime.weights import Weights
 from harness.fsdp.storage.at_rest import ShardedParameters, counting
@@ -44,8 +44,7 @@ class SameData:
     def __init__(self, module: nn.Module, buckets: Sequence[ParamGroup], meshes: Meshes) -> None:
         self.meshes = meshes
         if any(not shard.is_whole for bucket in buckets for shard in bucket.tp_shards.values()):
-            look = WeakHook(self._look)
-            self._handle = module.register_forward_pre_hook(look, prepend=True, with_kwargs=True)
+            self._handle = module.register_forward_pre_hook(WeakHook(self._look), prepend=True, with_kwargs=True)
 
     def _look(self, module: nn.Module, args: object, kwargs: object) -> None:
         """*Collective* where there is something to compare. Raises CopiesPart: on all ranks."""
@@ -149,8 +148,7 @@ def watch(name: str, param: nn.Parameter, own: RemovableHandle, step: Step, sums
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
-    one, other = (values_here(each).reshape(-1).view(torch.uint8) for each in (a, b))
-    return torch.equal(one, other)
+    return torch.equal(*(values_here(each).reshape(-1).view(torch.uint8) for each in (a, b)))
 
 
 _UPDATE = 1 << 20
@@ -165,14 +163,14 @@ class GradientSync:
 
     def __init__(self, hooks: Hooks, weights: Weights, integers: Integers | None) -> None:
         self.hooks, self.weights, self.integers = hooks, weights, integers
-        self.units, self.step, self.reduce, self.guard = hooks.units, hooks.step, hooks.reduce, hooks.guard
+        self.units, self.step, self.reduce, self.guard = hooks.units, hooks.step, hooks.reduce, hooks.reduce.guard
         self.usage = Usage(weights.meshes, hooks.units)
         self.same_data = SameData(hooks.root.module, buckets_of(hooks.units), weights.meshes)
+        self.gradients = [gradients for unit in hooks.units for gradients in unit.gradients]
         self.sharded: list[ShardedParameters] = []
         # copies of main gradients that a backward adds to, and whose they are
         self._kept: dict[ShardedParameters, tuple[list[Tensor], set[int]]] = {}
-        self._has_begun = False
-        self._settled = False
+        self._has_begun = self._settled = False
         own = iter(hooks.handles)  # those on parameters come first, in this order
         for bucket in (bucket for unit in self.units for bucket in unit.trainable):
             for index, (name, param) in enumerate(bucket.params):
@@ -183,8 +181,6 @@ class GradientSync:
         if self.step.num_backwards > 1 and index in gradients.arrived and not gradients.is_in_place:
             return True
         return any(bool(flat.any()) for flats, _ in self._kept.values() for flat in flats)
-
-    # -- `.grad` of sharded parameters -------------------------------------------------------------------------------
 
     def show(self, sharded: list[ShardedParameters]) -> None:
         """Set `.grad` of these parameters at the end of each synchronising backward."""
@@ -211,7 +207,7 @@ class GradientSync:
         if state is StepState.FAILED and self.step.num_backwards <= 1:
             self._restore()
         elif state not in (StepState.IDLE, StepState.FINISHED):
-            for sums in self._gradients():
+            for sums in self.gradients:
                 if sums.is_in_place:
                     sums.prepare()  # hooks of the program see them
             return
@@ -243,8 +239,6 @@ class GradientSync:
     @by_engine
     def _end_backward(self) -> None:
         self._has_begun = False
-        if self.step.plan.of_inputs:
-            return
         if self.step.plan.last:
             self.finish()
             return
@@ -265,11 +259,11 @@ class GradientSync:
         """See `FSDPModule.finish_grad_sync`."""
         self.weights.wait()
         self.hooks.recover()
-        self.step.check(Call.finish_grad_sync)
+        self.step.check("finish_grad_sync()")
         if self.step.state is StepState.FINISHED:
             return
         if self.step.state is StepState.IDLE:
-            for gradients in self._gradients() if not self._settled else ():
+            for gradients in self.gradients if not self._settled else ():
                 gradients.settle_sums()
             self._settled = True
             return
@@ -285,10 +279,13 @@ class GradientSync:
         self._install()
 
     @by_engine
-    def collect(self) -> None:
-        """Copy `.grad` of all parameters into main gradients; None gives zeros."""
+    def collect(self) -> list[ParamGroup]:
+        """Buckets of trained parameters, once gradients are finished. `.grad` of all parameters is copied into main
+        gradients; None gives zeros. *Collective.*"""
+        self.finish()
         for each in self.sharded:
             each.collect_grads()
+        return [each.bucket for each in self.sharded if each.bucket.trainable]
 
     def drain(self) -> None:
         try:
@@ -301,14 +298,14 @@ class GradientSync:
     def forget(self, *, set_to_none: bool = True) -> None:
         """See `FSDPModule.zero_grad`."""
         self.hooks.recover()
-        self.step.check(Call.zero_grad)
+        self.step.check("zero_grad()")
         had = [set[int]() if set_to_none else each.with_grads for each in self.sharded]
         for each in self.sharded if set_to_none else ():
             each.drop_grads()
         self._kept = {}
         self._forget()
         self._settled = any(had)
-        for gradients in self._gradients() if self._settled else ():
+        for gradients in self.gradients if self._settled else ():
             gradients.settle_sums()
         for each, zeros in zip(self.sharded, had, strict=True):
             each.install_grads(zeros, only_kept=True)
@@ -317,7 +314,7 @@ class GradientSync:
     def forget_unfinished(self) -> None:
         """Forget unfinished gradients. Raises StepError inside a backward."""
         self.hooks.recover()
-        self.step.check(Call.zero_grad)
+        self.step.check("zero_grad()")
         if self.step.state not in (StepState.IDLE, StepState.FINISHED):
             self._forget()
             self._restore()
@@ -333,16 +330,13 @@ class GradientSync:
         for each in self.sharded:
             if each not in self._kept:
                 each.leave_kept_grads()
-        for gradients in self._gradients():
+        for gradients in self.gradients:
             gradients.forget()
         self.step.zero_grad()
         if self.integers is not None:
             self.integers.beyond.zero_()
         if self.guard is not None:
             self.guard.forget()
-
-    def _gradients(self) -> list[Gradients]:
-        return [gradients for unit in self.units for gradients in unit.gradients]
 
 
 class Usage:
@@ -355,8 +349,7 @@ class Usage:
     """
 
     def __init__(self, meshes: Meshes, units: Sequence[Unit]) -> None:
-        self.meshes = meshes
-        self.units = units
+        self.meshes, self.units = meshes, units
         # sums that nobody has waited for, and how far this rank was
         self._unread: list[tuple[Communicator, Pending, Tensor, Progress]] = []
 

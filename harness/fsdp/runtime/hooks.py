@@ -23,7 +23,7 @@ from harness.fsdp.comm.device import DeviceRuntime
 from harness.fsdp.runtime.backward_hooks import BackwardHooks
 from harness.fsdp.runtime.gather import GatherPipeline
 from harness.fsdp.runtime.reduce import ReducePipeline
-from harness.fsdp.runtime.units import Call, PassedInputs, Unit, WeakHook, buckets_of, rest
+from harness.fsdp.runtime.units import Call, PassedInputs, Unit, WeakHook, buckets_of
 from harness.fsdp.storage.parameter_access import Whereabouts, by_engine
 from harness.private_torch import tree_flatten, tree_leaves, tree_unflatten
 
@@ -35,19 +35,14 @@ class Hooks(BackwardHooks):
         self.before_forward: Callable[[], None] = lambda: None
         self.whereabouts: Whereabouts  # once parameters are sharded
         self._depth = 0  # of forwards of the model inside its own, or inside a method
-        self._alone: Unit | None = None  # called outside of the model's forward
         for unit in units:
-            before = WeakHook(self._root_pre_forward) if unit.is_root else WeakHook(self._pre_forward, unit)
-            after = WeakHook(self._root_post_forward) if unit.is_root else WeakHook(self._post_forward, unit)
-            left = WeakHook(self._forward_left, unit)
-            self.handles.append(unit.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
-            self.handles.append(unit.module.register_forward_hook(after))
-            self.handles.append(unit.module.register_forward_hook(left, always_call=True))
-
-    def remove(self) -> None:
-        for handle in self.handles:
-            handle.remove()
-        self.handles.clear()
+            before = WeakHook(self._root_pre_forward if unit.is_root else self._pre_forward, unit)
+            after = WeakHook(self._root_post_forward if unit.is_root else self._post_forward, unit)
+            self.handles += [
+                unit.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
+                unit.module.register_forward_hook(after),
+                unit.module.register_forward_hook(WeakHook(self._forward_left, unit), always_call=True),
+            ]
 
     @property
     def in_model(self) -> bool:
@@ -56,7 +51,7 @@ class Hooks(BackwardHooks):
 
     @property
     def is_inside(self) -> bool:
-        return self.in_model or self._alone is not None or self.step.in_backward
+        return bool(self.step.running) or self.step.in_backward
 
     def where(self) -> str:
         if self.step.in_backward:
@@ -68,7 +63,7 @@ class Hooks(BackwardHooks):
 
     # -- the model's forward ---------------------------------------------------------------------------------------
 
-    def _root_pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _root_pre_forward(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> None:
         self.recover()
         if self.step.in_backward:
             return
@@ -82,9 +77,9 @@ class Hooks(BackwardHooks):
 
     def _begin_forward(self, *, with_gradients: bool) -> None:
         step = self.step
-        if step.in_forward or step.forward_raised:
+        if step.in_forward:  # the one before raised, and left weights unsharded
             self.gather.reshard_all()
-        rest(self.units[:1])  # unsharded since a forward that no backward followed
+        self.gather.rest(self.units[:1])  # unsharded since a forward that no backward followed
         self.check_module()
         self.before_forward()
         for bucket in self.root.buckets:
@@ -96,8 +91,6 @@ class Hooks(BackwardHooks):
     @by_engine
     def _use_weights(self) -> None:
         for bucket in buckets_of(self.units):
-            if not self.gather.holds:  # which takes edits itself, from all ranks at once
-                bucket.refuse_lost_edits()
             bucket.use()
 
     def check_module(self) -> None:
@@ -106,11 +99,11 @@ class Hooks(BackwardHooks):
             bucket.sharded().check_untouched()
         self.whereabouts.check()
 
-    def _root_post_forward(self, module: nn.Module | None, args: Any, output: Any) -> Any:
+    def _root_post_forward(self, unit: Unit, module: nn.Module | None, args: Any, output: Any) -> Any:
         if self.step.in_backward:
             return output
         output = self._own(self.root, output)
-        leaves, number = [each for each in tensors_in(output) if each.requires_grad], self.step.forward_number
+        leaves = [each for each in tensors_in(output) if each.requires_grad]
         inside = self._depth > 0
         follows = bool(leaves) or (self.step.with_gradients and not self._is_all_frozen)
         self.gather.post_forward(backward_follows=follows, inside=inside)
@@ -118,7 +111,7 @@ class Hooks(BackwardHooks):
             for bucket in buckets_of(self.units):
                 bucket.receive()
             self.step.in_forward = False
-        self.watch_outputs(self.root, leaves, forward=number)
+        self.watch_outputs(self.root, leaves, forward=self.step.num_forwards)
         return output
 
     def run_as_forward(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -129,10 +122,9 @@ class Hooks(BackwardHooks):
         self._begin_forward(with_gradients=False)  # units called right here are not hidden from autograd's graph
         try:
             self.gather.pre_forward()
-            output = self._root_post_forward(None, args, method(*args, **kwargs))
+            return self._root_post_forward(self.root, None, args, method(*args, **kwargs))
         finally:
             self._forward_left(self.root, None, args, None)
-        return output
 
     # -- a unit's forward ------------------------------------------------------------------------------------------
 
@@ -142,7 +134,6 @@ class Hooks(BackwardHooks):
             self.recover()
             self._begin_forward(with_gradients=with_gradients)
             self.step.running.clear()
-            self._alone = unit
         self.gather.unshard(unit)
         if self.step.in_backward:
             recorded = with_gradients and unit.readiness.note_recomputation()
@@ -150,7 +141,7 @@ class Hooks(BackwardHooks):
         self.step.running.add(unit.name)
         # under reentrant checkpointing, where the call is recorded in the backward only
         hidden = self.step.in_forward and self.step.with_gradients and not with_gradients
-        call = unit.readiness.begin_call(hidden=hidden, forward=self.step.forward_number)
+        call = unit.readiness.begin_call(hidden=hidden, forward=self.step.num_forwards)
         return self._watch_inputs(unit, call, args, kwargs) if with_gradients else None
 
     def _watch_inputs(self, unit: Unit, call: Call, args: Any, kwargs: Any) -> Any:
@@ -175,7 +166,7 @@ class Hooks(BackwardHooks):
         tells."""
         if all(all(bucket.sharded().flags()) for bucket in unit.buckets):
             return None
-        call = Call(self.step.forward_number)
+        call = Call(self.step.num_forwards)
         watched = self._watch_inputs(unit, call, args, kwargs)
         if watched is not None:
             unit.readiness.due.add(call)
@@ -187,14 +178,20 @@ class Hooks(BackwardHooks):
         output, calls = self._own(unit, output), unit.readiness.running
         seen = tensors_in(output)
         leaves = [each for each in seen if each.requires_grad]
-        _refuse_edited(unit, calls[-1])
+        node = calls[-1].identity()
+        if [given for given in calls[-1].inputs if given.grad_fn is not node]:
+            raise RuntimeError(
+                f"unit {unit.name} edited an input in place: its caller would use the tensor without the history of the"
+                " edit. Edit a copy, x = x.clone(), or use the operation that makes a new tensor (relu for relu_, x + y"
+                " for x.add_(y))"
+            )
         if unit.shares_buffers and not seen and torch.is_grad_enabled():
             raise RuntimeError(
                 f"unit {unit.name} returns no tensor that a hook could see, and under double_buffer its weights might"
                 " be another unit's when its backward begins: return tensors in tuples, lists, dicts or dataclasses"
             )
         self.watch_outputs(unit, leaves, calls[-1])
-        unit.readiness.is_blind |= not leaves and torch.is_grad_enabled() and calls[-1].identity() is None
+        unit.readiness.is_blind |= not leaves and torch.is_grad_enabled() and node is None
         if len(calls) == 1 and (unit is not self.gather.last or not leaves):  # it may be called in its own forward
             self.gather.reshard(unit)
         return output
@@ -218,8 +215,7 @@ class Hooks(BackwardHooks):
         raised = sys.exc_info()[1] is not None
         if not unit.is_root:
             self.step.running.discard(unit.name)
-            if unit is self._alone:
-                self._alone = None
+            if not self.step.running:  # it was called outside of the model's forward
                 self.step.in_forward = raised
                 self._model_left(stays=False)
         elif self._depth:
@@ -229,11 +225,8 @@ class Hooks(BackwardHooks):
 
     def _model_left(self, *, stays: bool) -> None:
         """stays: the root, whose backward may follow."""
-        step = self.step
-        step.running.discard(self.root.name)
-        step.forward_raised |= step.in_forward
-        step.in_forward = False
-        rest(self.units[1:] if stays else self.units)
+        self.step.running.discard(self.root.name)
+        self.gather.rest(self.units[1:] if stays else self.units)
         for bucket in self.root.buckets if stays else ():
             bucket.sharded().count_edits()
 
@@ -245,16 +238,6 @@ class Hooks(BackwardHooks):
                 self._forward_left(unit, None, (), None)
         self._depth = 0
         self._forward_left(self.root, None, (), None)
-
-
-def _refuse_edited(unit: Unit, call: Call) -> None:
-    node = call.identity()
-    if [given for given in call.inputs if given.grad_fn is not node]:
-        raise RuntimeError(
-            f"unit {unit.name} edited an input in place: its caller would use the tensor without the history of the"
-            " edit. Edit a copy, x = x.clone(), or use the operation that makes a new tensor (relu for relu_, x + y for"
-            " x.add_(y))"
-        )
 
 
 def abandon(

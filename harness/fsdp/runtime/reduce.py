@@ -42,7 +42,7 @@ A unit's storage is found when its first gradient arrives, not when its backward
 
 
 class PendingReduction:
-    """The reduction of one bucket in one backward, from unreduced gradients to this rank's sums.
+    """The reduction of one bucket in one backward, from unreduced gradients to this rank's sums; it begins at once.
 
     Its operations, their axes and their order are the route of the bucket's `Placements` from unreduced to accumulated
     and, in the backward that ends a step, on to main gradients ([Note: Placement], [Note: Outer once]). A reduced
@@ -52,7 +52,8 @@ class PendingReduction:
     def __init__(self, bucket: ParamGroup, pipeline: ReducePipeline) -> None:
         assert bucket.gradients is not None
         self.bucket, self.gradients = bucket, bucket.gradients
-        self.runtime, self.guard, self.plan = pipeline.runtime, pipeline.guard, pipeline.step.plan
+        self.runtime, self.guard = pipeline.runtime, pipeline.guard
+        self.plan, self.microbatch = pipeline.step.plan, pipeline.step.num_backwards
         self.factor = pipeline.factor if bucket.scales_as_it_sums else 1.0
         self.label = self._label(Axis.inner)  # label of the collective along the inner axis
         self.source: Tensor = self.gradients.take()
@@ -61,8 +62,11 @@ class PendingReduction:
         self._has_more = True
         self._stream = "reduce"
         self._copies: list[Tensor] = []  # encoded gradients beside those they were made of
+        self.advance(waits=True)
+        if self.runtime.has_streams:
+            self.run()
 
-    def _reduce(self) -> Iterator[None]:
+    def _reduce(self) -> Iterator[bool]:
         """Go through the route. A `yield` stands between the traffic of an operation and the sums that are made of it,
         so that the traffic of many buckets is issued before any is waited for."""
         gradients, cuts, inner = self.gradients, self.bucket.cuts, self.bucket.inner
@@ -80,7 +84,7 @@ class PendingReduction:
         if not adds_first:
             self._look(source, wire)
         exchange = self._exchange(inner, Axis.inner, cuts.inner_parts(wire))
-        yield
+        yield True
         gradients.allocate_sums()
         sums = gradients.inner_shards
         if lies.inner is not SHARD:  # the first leg of an all-reduce
@@ -95,18 +99,19 @@ class PendingReduction:
                 with self.runtime.stream(self._stream):
                     parts = [self._encoded(part, outer) for part in outer_sums]
                     outer_exchange = self._exchange(outer, Axis.outer, parts)
-                yield
+                yield True
                 outer.fold(outer_exchange, [part.chunk(outer.comm.rank) for part in outer_sums], add=False)
             else:
                 if step.axis is Axis.outer:
                     spreading = outer.spread(outer_exchange, outer_sums)
                 else:
                     spreading = inner.spread(exchange, cuts.second_leg_parts(gradients.sums))
-                yield
+                yield True
                 spreading.wait()
 
     def _exchange(self, reduction: Reduction, axis: Axis, parts: list[Part]) -> Exchange:
-        sums = [step.axis for step in self.bucket.placements.reductions[True] if step.operation is _SUM]
+        route = self.bucket.placements.reductions[True]
+        sums = [step.axis for step in route if step.operation is Operation.reduce_scatter]
         return reduction.exchange(parts, self._label(axis), self.factor if axis is sums[-1] else 1.0)
 
     def _encoded(self, part: Part, reduction: Reduction) -> Part:
@@ -131,13 +136,14 @@ class PendingReduction:
 
     def _look(self, source: Tensor, wire: Tensor | None) -> None:
         if self.guard is not None:
-            self.guard.look(self.bucket, wire if wire is not None and wire.is_floating_point() else source)
+            seen = wire if wire is not None and wire.is_floating_point() else source
+            self.guard.look(self.bucket, seen, self.microbatch)
 
     def advance(self, *, waits: bool = False) -> bool:
         """Run the next stage, if there is one; whether more are left. waits: for what was queued before."""
         if self._has_more:
             with self.runtime.stream(self._stream, waits=waits):
-                self._has_more = next(self._stages, _OVER) is not _OVER
+                self._has_more = next(self._stages, False)
         return self._has_more
 
     def run(self) -> None:
@@ -159,10 +165,6 @@ class PendingReduction:
             self.bucket.memory.free(copy)
         if not self.gradients.is_in_place:
             self.bucket.memory.give_back(self.source)
-
-
-_SUM = Operation.reduce_scatter
-_OVER = object()
 
 
 class ReducePipeline:
@@ -222,10 +224,6 @@ class ReducePipeline:
         while self._issued < len(self.order) and self.order[self._issued].name in self._ready:
             self._issue(self.order[self._issued])
 
-    def bring_in(self, unit: Unit) -> None:
-        for gradients in unit.gradients:
-            gradients.copy_in_waiting()
-
     def is_done_with(self, unit: Unit) -> bool:
         """True if this backward's gradients of a unit have been handed over."""
         return unit.name in self._ready
@@ -236,16 +234,20 @@ class ReducePipeline:
             if reduce:
                 self._issue(unit)
                 continue
-            self.bring_in(unit)
-            if self.guard is not None:
-                self._look(unit, self.guard)
+            for bucket, gradients in zip(unit.trainable, unit.gradients, strict=True):
+                gradients.copy_in_waiting()
+                if self.guard is not None and gradients.bucket is not None:
+                    gradients.settle()
+                    self.guard.look(bucket, gradients.bucket, self.step.num_backwards)
         self._ready.clear()
         self._issued = 0
 
     def drain(self) -> None:
         jobs = [job for _, jobs in self._in_flight for job in jobs]
         if not self.runtime.has_streams and all(job.bucket.placements.accumulates_locally for job in jobs):
-            _sum_all(jobs)
+            with events.waiting(*(job.label for job in jobs)):  # nobody sums beside the backward: in steps, all at once
+                while jobs:
+                    jobs = [job for job in jobs if job.advance()]
         while self._in_flight:
             self._land()
         self.memory.release_spare()
@@ -279,20 +281,7 @@ class ReducePipeline:
             self.prepare(unit)
         if any(gradients.is_copied for gradients in unit.gradients):
             self._make_room(unit)
-        self._in_flight.append((unit, [self._start(bucket) for bucket in unit.trainable]))
-
-    def _look(self, unit: Unit, guard: GradientGuard) -> None:
-        for bucket, gradients in zip(unit.trainable, unit.gradients, strict=True):
-            if gradients.bucket is not None:
-                gradients.settle()
-                guard.look(bucket, gradients.bucket)
-
-    def _start(self, bucket: ParamGroup) -> PendingReduction:
-        job = PendingReduction(bucket, self)
-        job.advance(waits=True)
-        if self.runtime.has_streams:
-            job.run()
-        return job
+        self._in_flight.append((unit, [PendingReduction(bucket, self) for bucket in unit.trainable]))
 
     def _land(self) -> None:
         """Wait for the oldest unit in flight and free its buckets, also where a reduction failed; raises its error."""
@@ -307,10 +296,3 @@ class ReducePipeline:
                 job.free()
         if failures:
             raise events.explained(failures[0])
-
-
-def _sum_all(jobs: Sequence[PendingReduction]) -> None:
-    """Sum every bucket that nobody sums beside the backward, step by step, before waiting for any of them."""
-    with events.waiting(*(job.label for job in jobs)):
-        while any(jobs):
-            jobs = [job for job in jobs if job.advance()]

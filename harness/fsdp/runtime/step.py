@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 
 class StepState(Enum):
@@ -33,33 +33,29 @@ class StepState(Enum):
     FAILED = "a backward or a reduction raised, so that gradients are incomplete"
 
 
-class Call(Enum):
-    pre_backward = "backward()"
-    finish_grad_sync = "finish_grad_sync()"
-    zero_grad = "zero_grad()"
-
+Call = Literal["backward()", "finish_grad_sync()", "zero_grad()"]
 
 REFUSALS: dict[tuple[StepState, Call], str] = {
-    (StepState.BACKWARD, Call.finish_grad_sync): (
+    (StepState.BACKWARD, "finish_grad_sync()"): (
         "finish_grad_sync() (optimizer.step(), grad_norm() and full_gradients() call it) inside a backward, while"
         " gradients are still arriving; call it after backward() has returned"
     ),
-    (StepState.BACKWARD, Call.zero_grad): (
+    (StepState.BACKWARD, "zero_grad()"): (
         "zero_grad() inside a backward would forget gradients that are still arriving; call it after backward() has"
         " returned"
     ),
-    (StepState.ACCUMULATED, Call.finish_grad_sync): (
+    (StepState.ACCUMULATED, "finish_grad_sync()"): (
         "gradients were never reduced: the step's last backward ran inside no_sync(); run the last one outside"
     ),
-    (StepState.REDUCED, Call.pre_backward): (
+    (StepState.REDUCED, "backward()"): (
         "a second backward with synchronisation would reduce already reduced gradients again; wrap all microbatches but"
         " the last in no_sync(), or call zero_grad() between them"
     ),
-    (StepState.FAILED, Call.pre_backward): (
+    (StepState.FAILED, "backward()"): (
         "the last backward raised, or a reduction of it; its gradients are incomplete, and another backward would add"
         " to them: call zero_grad() before it"
     ),
-    (StepState.FAILED, Call.finish_grad_sync): (
+    (StepState.FAILED, "finish_grad_sync()"): (
         "the last backward raised, or a reduction of it; its gradients are incomplete: call zero_grad() and try again"
     ),
 }
@@ -113,10 +109,9 @@ class Step:
         self.has_sums = False  # a backward of this step is reduced
         self.plan = self._plan()
         self.running: set[str] = set()  # units whose forward runs, not counting recomputation in a backward
-        self.in_forward = False  # from the model's pre-forward to its post-forward
-        self.forward_raised = False  # and left weights unsharded
+        self.in_forward = False  # from the model's pre-forward to its post-forward, to which one that raised never came
         self.with_gradients = False
-        self.num_forwards = 0
+        self.num_forwards = 0  # the number of the last one, too
 
     @property
     def in_backward(self) -> bool:
@@ -135,19 +130,10 @@ class Step:
         if (why := REFUSALS.get((self.state, call))) is not None:
             raise StepError(why)
 
-    # -- forward ---------------------------------------------------------------------------------------------------
-
-    @property
-    def forward_number(self) -> int:
-        """Number of the running forward, from 1; 0 outside."""
-        return self.num_forwards if self.in_forward else 0
-
     def pre_forward(self, root: str, *, with_gradients: bool) -> None:
-        self.in_forward, self.forward_raised, self.with_gradients = True, False, with_gradients
+        self.in_forward, self.with_gradients = True, with_gradients
         self.running = {root}
         self.num_forwards += 1
-
-    # -- backward --------------------------------------------------------------------------------------------------
 
     def pre_backward(self, *, of_inputs: bool = False) -> None:
         """Begin a backward; a refused one fails the step. of_inputs: `torch.autograd.grad` of inputs alone. StepError:
@@ -157,7 +143,7 @@ class Step:
             self.state = StepState.BACKWARD
             return
         try:
-            self.check(Call.pre_backward)
+            self.check("backward()")
             if self.state is StepState.FINISHED:
                 self.num_backwards, self.has_sums = 0, False
             most, ranks = self.exact_terms, self.num_ranks
@@ -175,9 +161,8 @@ class Step:
         self.state = StepState.BACKWARD
 
     def _plan(self) -> BackwardPlan:
-        leads_to = StepState.SUMMED
-        if self.reduces_once:
-            leads_to = StepState.REDUCED if self.sync else StepState.ACCUMULATED
+        once = StepState.REDUCED if self.sync else StepState.ACCUMULATED
+        leads_to = once if self.reduces_once else StepState.SUMMED
         return BackwardPlan(self.sync or self.reduces_each, last=self.sync, adds=self.has_sums, leads_to=leads_to)
 
     def check_forward(self, num_updates: int, *, is_stale: bool) -> None:
@@ -191,9 +176,6 @@ class Step:
             " mix its activations with the new weights; run the forward again after that"
         )
 
-    def post_backward(self) -> None:
-        self.state = self.plan.leads_to
-
     def fail(self) -> None:
         self.state = StepState.FAILED
 
@@ -204,6 +186,6 @@ class Step:
         self.fail()
 
     def zero_grad(self) -> None:
-        self.check(Call.zero_grad)
+        self.check("zero_grad()")
         self.state = StepState.IDLE
         self.num_backwards, self.has_sums = 0, False

@@ -29,7 +29,7 @@ from harness.private_torch import running_node, will_run
 
 class WeakHook:
     """Like functools.partial of a bound method, with weak references to the object and to arguments
-    `kept_by_engine`.
+    `kept_by_engine`, which come first.
 
     [Note: Who keeps whom] The module keeps the engine, so that a loop which goes on with the module alone still trains.
     The engine keeps units and parameters, and looks at the module itself through a weak reference; hooks, which torch
@@ -47,11 +47,9 @@ class WeakHook:
         bound = cast(MethodType, method)
         self._owner = weakref.ref(bound.__self__)
         self._function = bound.__func__
-        kept = 0
-        while kept < len(args) and getattr(args[kept], "kept_by_engine", False):
-            kept += 1
-        self._weak = tuple(map(weakref.ref, args[:kept]))
-        self._args = args[kept:]
+        kept = [each for each in args if getattr(each, "kept_by_engine", False)]
+        self._weak = tuple(map(weakref.ref, kept))
+        self._args = args[len(kept) :]
 
     @torch.compiler.disable  # type: ignore[untyped-decorator] # as torch declares it
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -65,8 +63,7 @@ class WeakHook:
         return self._function(owner, *map(call, self._weak), *self._args, *args, **kwargs)
 
 
-NUMBERS = count()
-"""Moments of the forward: begins of calls, and ends."""
+NUMBERS = count()  # moments of the forward: begins of calls, and ends
 
 
 class PassedInputs(torch.autograd.Function):
@@ -83,7 +80,7 @@ class PassedInputs(torch.autograd.Function):
 
 
 class Call:
-    """One call of a unit. forward: number of the model's forward, 0 outside."""
+    """One call of a unit. forward: number of the model's forward, or of the unit's own."""
 
     def __init__(self, forward: int) -> None:
         self.forward = forward
@@ -134,12 +131,10 @@ class Readiness:
         self.inside: set[Call] = set()  # entered, and not known to be passed
         self._arrived: set[int] = set()
         self.hidden_calls = 0  # under no_grad inside a forward with gradients
-        self._called_in: set[int] = set()  # numbers of forwards; 0: in none
+        self._called_in: set[int] = set()  # numbers of forwards
         self._is_reached = False
         self.is_called = False  # by a forward of this backward, as far as is known
         self.is_due_once = True  # this backward comes to at most one call
-
-    # -- calls -----------------------------------------------------------------------------------------------------
 
     def begin_call(self, *, hidden: bool, forward: int) -> Call:
         self._called_in.add(forward)
@@ -160,8 +155,6 @@ class Readiness:
         self._arrived.clear()
         return True
 
-    # -- the backward that runs ------------------------------------------------------------------------------------
-
     def pre_backward(self, trained: Sequence[nn.Parameter], due: Set[int]) -> None:
         """A backward begins. trained: parameters that are not frozen. due: ids of those that get a gradient."""
         nodes = [(call, call.identity()) for call in self._calls]
@@ -173,7 +166,7 @@ class Readiness:
 
     def note_forwards(self, numbers: Set[int]) -> None:
         """Forwards that this backward goes through; empty: unknown."""
-        self.is_called = bool(self._called_in & {*numbers, 0} if numbers else self._called_in)
+        self.is_called = bool(self._called_in & numbers if numbers else self._called_in)
 
     def note_passed(self, call: Call) -> None:
         self.due.discard(call)
@@ -286,7 +279,7 @@ class Unit:
     kept_by_engine = True
 
     def __init__(self, name: str, module: nn.Module, buckets: list[ParamGroup]) -> None:
-        self.name, self.is_root, self.is_held = name, name == ROOT, False
+        self.name, self.is_root = name, name == ROOT
         self.buckets = buckets
         self._module = weakref.ref(module)  # see [Note: Who keeps whom]
         # under double_buffer
@@ -313,11 +306,6 @@ def buckets_of(units: Iterable[Unit]) -> list[ParamGroup]:
     return [bucket for unit in units for bucket in unit.buckets]
 
 
-def rest(units: Iterable[Unit]) -> None:
-    for bucket in buckets_of([unit for unit in units if not unit.is_held]):
-        bucket.show(unsharded=False)
-
-
 def is_expert(param: Tensor) -> bool:
     """Megatron's mark: `param.allreduce` is False; its gradient is reduced over the expert's ranks only."""
     return getattr(param, "allreduce", True) is False
@@ -328,8 +316,7 @@ def compiled(module: nn.Module) -> nn.Module:
     dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")  # slow to import, and nothing is compiled without it
     if dynamo is None or not isinstance(module, dynamo.OptimizedModule):
         return module
-    inside: nn.Module = next(module.children())
-    return inside
+    return cast(nn.Module, next(module.children()))
 
 
 def build_units(
@@ -352,21 +339,15 @@ def plan_units(
     """
     plans, classes = {id(module): UnitPlan(ROOT, module)}, tuple(unit_classes)
     homes: dict[nn.Parameter, tuple[str, set[int]]] = {}
-    seen: set[tuple[int, int]] = set()
-
-    stack = [(module, "", id(module))]  # no function that calls itself, which would keep the module
-    while stack:
-        part, path, unit = stack.pop()
+    unit_at = {"": id(module)}  # unit of the module at each path
+    for path, part in module.named_modules(remove_duplicate=False):
+        unit = unit_at[path.rpartition(".")[0]]
         if path and unit == id(module) and isinstance(compiled(part), classes):
             unit = id(part)
             plans.setdefault(unit, UnitPlan(path, part))
-        if (id(part), unit) in seen:
-            continue
-        seen.add((id(part), unit))
-        prefix = f"{path}." if path else ""
+        unit_at[path] = unit
         for name, param in part.named_parameters(recurse=False):
-            homes.setdefault(param, (prefix + name, set()))[1].add(unit)
-        stack += [(child, prefix + name, unit) for name, child in reversed([*part.named_children()])]
+            homes.setdefault(param, (f"{path}.{name}".lstrip("."), set()))[1].add(unit)
     for param, (name, units) in homes.items():
         home = next(iter(units)) if len(units) == 1 else id(module)
         key = GroupKey(param.dtype, param.requires_grad, is_expert(param), is_marked(param))

@@ -28,7 +28,7 @@ from harness.fsdp.comm.mesh import Meshes
 from harness.fsdp.comm.user_buffers import UserBuffers
 from harness.fsdp.guards import check_equal, held_by_several
 from harness.fsdp.runtime.hooks import Hooks
-from harness.fsdp.runtime.units import Unit, buckets_of, is_expert, rest
+from harness.fsdp.runtime.units import Unit, buckets_of, is_expert
 from harness.fsdp.storage.codec import refresh_scales
 from harness.fsdp.storage.param_group import InitialValue, ParamGroup
 from harness.fsdp.storage.parameter_access import SHARDED, by_engine, slots_of
@@ -50,17 +50,11 @@ class Weights:
         self.meshes, self.runtime = meshes, meshes.dense.everyone.runtime
         self.user_buffers, self.check_every = user_buffers, check_every
         self._in_8_bits = [(each.codec, each.main_shards, each.mesh) for each in self.buckets if each.codec is not None]
-        self._num_installs = 0
         self._on_way: Sequence[ParamGroup] = ()  # whose update nobody has waited for
 
-    @property
-    def module(self) -> nn.Module:
-        return self.units[0].module
-
-    # -- install ---------------------------------------------------------------------------------------------------
-
     def bring_up_to_date(self) -> None:
-        """Install main weights written since the last install. *Collective* if any were."""
+        """Install main weights written since the last install. *Collective* if any were. Raises as `refuse_edits`."""
+        self.refuse_edits()
         if any(bucket.is_stale for bucket in self.buckets):
             self.install()
 
@@ -80,16 +74,13 @@ class Weights:
         for bucket in self.buckets:
             bucket.install()
         self._on_way = self.buckets
-        if not self.runtime.has_streams:
-            self.wait()
-        self._num_installs += 1
-        compares = self.check_every and self._num_installs % self.check_every == 0
-        if self.user_buffers.due or compares:
+        compares = self.check_every and self.step.num_updates % self.check_every == 0
+        if compares or self.user_buffers.due or not self.runtime.has_streams:
             self.wait()
         if self.user_buffers.due:
             self.user_buffers.register()
         for comm, replicas in held_by_several(self.buckets, self.meshes) if compares else ():
-            check_equal(replicas, comm, f"after update {self._num_installs}")
+            check_equal(replicas, comm, f"after update {self.step.num_updates}")
 
     @by_engine
     def wait(self) -> None:
@@ -97,10 +88,8 @@ class Weights:
         for bucket in on_way:
             bucket.receive()
 
-    # -- before main weights are written -----------------------------------------------------------------------------
-
     def refuse_held(self) -> None:
-        if self.gather.holds:
+        if self.gather.held:
             raise RuntimeError(
                 "weights cannot be updated or loaded while model.unsharded() or a method such as generate() holds them"
                 " whole: call optimizer.step() and load_state_dict() outside"
@@ -109,7 +98,7 @@ class Weights:
     @by_engine
     def refuse_edits(self) -> None:
         """RuntimeError where unsharded weights were edited, which main weights do not have."""
-        if not self.gather.holds:
+        if not self.gather.held:  # `unsharded()` takes edits itself, from all ranks at once
             for bucket in self.buckets:
                 bucket.refuse_lost_edits()
 
@@ -124,8 +113,6 @@ class Weights:
         if self.buckets[0].plan.offload is not None:
             self.runtime.synchronize()
 
-    # -- unsharded for the program -----------------------------------------------------------------------------------
-
     @contextmanager
     def unsharded(self, wanted: nn.Module | None = None) -> Iterator[None]:
         units = self._units_of(wanted)
@@ -133,22 +120,18 @@ class Weights:
         if self.hooks.is_inside:
             raise RuntimeError("unsharded() inside the model's forward or backward: weights that run are whole already")
         self.hooks.check_module()
-        self.refuse_edits()
         self.bring_up_to_date()
         self.wait()
-        held, buckets = self.gather.hold(units), buckets_of(units)
-        self.gather.wait_for_peers()  # the program may edit what they read
-        for bucket in buckets_of(held):
-            bucket.sharded().forget_edits()  # those from before
-        for bucket in buckets:
-            bucket.use()
-            bucket.sharded().count_edits()
-        try:
+        buckets = buckets_of(units)
+        with self.gather.hold(units) as held:
+            self.gather.wait_for_peers()  # the program may edit what they read
+            for bucket in buckets_of(held):
+                bucket.sharded().forget_edits()  # those from before
+            for bucket in buckets:
+                bucket.use()
+                bucket.sharded().count_edits()
             yield
             edited = self._take_edits(buckets)
-        finally:
-            self.gather.let_go(held)
-            rest(held)
         if edited:
             self.install()
 
@@ -197,17 +180,20 @@ def values_of_first_rank(module: nn.Module, meshes: Meshes) -> InitialValue:
     return initial
 
 
-def leave_meta(module: nn.Module, device: torch.device, *, has_values: bool, resets: bool) -> None:
-    """Put storage-free parameters on the device in place of those on meta. resets: `reset_parameters()` gives values,
-    those of buffers too. Raises ValueError: nothing says what their values are to be, or those of buffers."""
+def leave_meta(
+    module: nn.Module, device: torch.device, initial_value: InitialValue | None, *, init_on_meta: bool
+) -> None:
+    """Put storage-free parameters on the device in place of those on meta. init_on_meta: without `initial_value`,
+    `reset_parameters()` gives values, those of buffers too. Raises ValueError: nothing says what their values are to
+    be, or those of buffers."""
     hollow = [(name, param) for name, param in module.named_parameters() if param.is_meta]
-    if hollow and (device.type == "meta" or not has_values):
+    if hollow and (device.type == "meta" or (initial_value is None and not init_on_meta)):
         raise ValueError(
             f"parameter {hollow[0][0]} is on the meta device: give `device`, and `initial_value` or"
             " init_on_meta=True (fully_shard_model: init_model_with_meta_device=True)"
         )
     buffers = [name for name, buffer in module.named_buffers() if buffer.is_meta]
-    if buffers and not resets:
+    if buffers and (initial_value is not None or not init_on_meta):
         raise ValueError(
             f"buffer {buffers[0]} is on the meta device, and nothing gives it values (initial_value is asked for"
             " parameters alone): make buffers where they are to stay, register_buffer(name, torch.ones(n,"
@@ -293,8 +279,12 @@ def _values_of(
 
     Full ones where a DTensor's plan has cut. dtype_of: as the module gave it.
     """
-    params_of: list[dict[str, Any]] = [parameters_of(part) for part in parts]
-    held = [(params, name, param) for params in params_of for name, param in params.items() if param is not None]
+    held: list[tuple[dict[str, Any], str, nn.Parameter]] = [
+        (slots, name, param)
+        for slots in map(parameters_of, parts)
+        for name, param in slots.items()
+        if param is not None
+    ]
     stand_ins = {
         key: nn.Parameter(torch.empty(param.shape, dtype=dtype_of(key), device=device), param.requires_grad)
         for key, param in {id(param): param for *_, param in held}.items()

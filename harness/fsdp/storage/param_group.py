@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -39,8 +39,8 @@ InitialValue = Callable[[str, torch.Size], Tensor]
 
 @dataclass(frozen=True)
 class GroupKey:
-    """dtype: of the compute weights. fp8: they are kept in 8 bits. stored: of frozen weights that are computed with in
-    another dtype than the module has."""
+    """dtype: of the compute weights. fp8: they are kept and gathered in 8 bits, as e4m3. stored: of frozen weights that
+    are computed with in another dtype than the module has."""
 
     dtype: torch.dtype
     trainable: bool
@@ -55,7 +55,7 @@ class GroupKey:
 
     def resolve(self, policy: MixedPrecisionPolicy) -> Dtypes:
         dtypes = policy.resolve(self.dtype) if self.trainable else Dtypes.frozen(self.dtype, self.stored)
-        return dtypes.in_8_bits() if self.fp8 else dtypes
+        return replace(dtypes, compute=torch.float8_e4m3fn) if self.fp8 else dtypes
 
 
 class ParamGroup:

@@ -236,7 +236,7 @@ MUTANTS = of_slips(
     """
     [The engine, by what it cannot take]
     edited inputs: What a unit edited in place is used by its caller without a gradient through the edit
-        fsdp.runtime.hooks._refuse_edited: lambda *_, **__: None
+        fsdp.runtime.hooks.Hooks._post_forward: given.grad_fn is not node => False
         edited_inputs
     inputs alone: A gradient of an input ends the step
         fsdp.runtime.backward_hooks.could_reach: lambda *_: False
@@ -245,7 +245,7 @@ MUTANTS = of_slips(
         fsdp.runtime.units._will_come: lambda *_: False
         gradients_asked_for
     sparse gradients: A sparse gradient is found by whatever meets it first
-        fsdp.runtime.backward_hooks.refuse_layout: lambda *_, **__: None
+        fsdp.runtime.backward_hooks.BackwardHooks._gradient_arrived: gradient.layout is not torch.strided => False
         strange_tensors
     [The engine, by habits of programs]
     alone in another dtype: Under no_shard a module that is called alone leaves each rank with a gradient of its own

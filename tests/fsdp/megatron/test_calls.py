@@ -295,8 +295,7 @@ MUTANTS = of_slips(
             => if hasattr(self, "inner"):\n        return\n    integers, mesh =
         rewiring
     the old policy stays: A context that ends leaves its wire behind
-        fsdp.build.Engine.set_policy: if policy == self.policy
-            => if policy == self.policy or self.policy.grad_comm_dtype is not None
+        fsdp.megatron.MegatronModel.mixed_precision_context: engine.set_policy(before) => pass
         rewiring / optim
     """
 )

@@ -339,7 +339,7 @@ MUTANTS = of_slips(
         fsdp.storage.at_rest.edits_of: version_of
         edits / optim
     unwatched copies: Nobody compares what tensor-parallel ranks have whole
-        fsdp.guards._copies: lambda *_, **__: []
+        fsdp.guards.held_by_several: meshes.tensor is not None => False
         drift
     copies that differ: Tensor-parallel ranks may begin with other values of what is not cut
         fsdp.build.check_copies: lambda *_, **__: None
