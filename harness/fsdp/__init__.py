@@ -51,16 +51,15 @@ if TYPE_CHECKING:
     from harness.fsdp.update.norms import sum_of_squares as sum_of_squares
     from harness.fsdp.update.rules import create_state as create_state
 
-_MODULE_OF = {
+_MODULE_OF = {  # module of each name, which type checkers read above, and which is imported on first use
     each.name: str(node.module)
     for node in ast.walk(ast.parse(Path(__file__).read_text(encoding="utf-8")))
     if isinstance(node, ast.ImportFrom) and str(node.module).startswith("harness.")
     for each in node.names
 }
-"""Module of each name, which type checkers read above, and which is imported on first use."""
 __all__ = sorted(_MODULE_OF)
 
-_FORMER = {
+_FORMER = {  # names of the versions before, and their present ones (docs/renamed.md)
     "FlatPieceError": "raised no more: states are DTensors",
     "GradientAccessError": "raised no more: gradients between passes are DTensors",
     "LossScale": "torch.amp.GradScaler",
@@ -77,7 +76,6 @@ _FORMER = {
     "convert_linears": "harness.fsdp.Fp8Linear.convert",
     "watched": "harness.watchdog.Watchdog",
 }
-"""Names of the versions before, and their present ones (docs/renamed.md)."""
 
 
 def __getattr__(name: str) -> Any:

@@ -28,7 +28,7 @@ from harness.fsdp.storage.param_group import InitialValue
 from harness.fsdp.update import norms
 
 Opt = TypeVar("Opt", bound=torch.optim.Optimizer)
-UNBUILT = {
+UNBUILT = {  # arguments of megatron-fsdp that are not built, with the one value that asks for nothing
     "overlap_grad_reduce": True,
     "overlap_param_gather": True,
     "preproc_state_dict_for_dcp_ckpt": True,
@@ -40,7 +40,6 @@ UNBUILT = {
     "enable_fine_grained_param_gather": False,
     "cuda_graph_mode": False,
 }
-"""Arguments of megatron-fsdp that are not built, with the one value that asks for nothing."""
 
 
 def without_unbuilt(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -205,8 +204,7 @@ class MegatronModel(FSDPModule):
 
     synchronize_gradient_reduce = synchronize_param_gather = start_grad_sync
 
-    attach_grad_to_optimizer_state = FSDPModule.finish_grad_sync
-    """Finish the gradients, which parameters show as `.grad`."""
+    attach_grad_to_optimizer_state = FSDPModule.finish_grad_sync  # parameters show gradients as `.grad`
 
     def scale_gradients(self, scaling_factor: float) -> None:
         """Finish the gradients and multiply them by a factor, the same on all ranks; without a backward do nothing."""
@@ -217,8 +215,7 @@ class MegatronModel(FSDPModule):
 
     zero_grad_buffer = FSDPModule.zero_grad
 
-    install_optimized_model_weights = FSDPModule.install_weights
-    """See `install_weights`. Call it after `step(install_optimized_model_weights=False)`."""
+    install_optimized_model_weights = FSDPModule.install_weights  # after `step(install_optimized_model_weights=False)`
 
     def start_param_sync(self, *_: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:
         """Nothing: each forward issues its own gathers. `force_sync` is not implemented."""

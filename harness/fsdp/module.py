@@ -24,8 +24,7 @@ from harness.fsdp.storage.param_group import ParamGroup
 from harness.fsdp.storage.parameter_access import HOME, check_names
 from harness.fsdp.update import norms
 
-IGNORED_BY_DDP = "_ddp_params_and_buffers_to_ignore"
-"""Attribute that DistributedDataParallel, which would reduce gradients too, reads of the module it is given."""
+IGNORED_BY_DDP = "_ddp_params_and_buffers_to_ignore"  # attribute that DDP reads of the module it is given
 
 
 @contextmanager

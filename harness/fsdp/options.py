@@ -334,14 +334,10 @@ class Options(EngineOptions):
             )
 
 
-OPTIONS = {**declared_in(Options), **declared_in(EngineOptions, group="engine")}
-"""Every option by name."""
-
-
-TOO_FAR_AHEAD = (
+OPTIONS = {**declared_in(Options), **declared_in(EngineOptions, group="engine")}  # every option by name
+TOO_FAR_AHEAD = (  # words that follow the option `prefetch`, where fixed buffers have no room for it
     "wants more units ahead than double_buffer (which nccl_ub turns on) has room for: one beside that in use"
 )
-"""Words that follow the option `prefetch`, where fixed buffers have no room for it."""
 
 
 def fixed_buffers(chosen: Mapping[str, Any]) -> bool:

@@ -80,12 +80,6 @@ class Dtypes:
     wire: torch.dtype
     accum: torch.dtype
 
-    @classmethod
-    def frozen(cls, compute: torch.dtype, stored: torch.dtype | None = None) -> Dtypes:
-        """Dtypes of frozen parameters, which have no gradients. stored: at least; None: the compute dtype."""
-        main = torch.promote_types(compute, stored or compute)
-        return cls(compute, main, compute, compute, compute)
-
     def validate(self, *, allow_low_precision_grads: bool) -> None:
         """Raise ValueError if the combination would silently lose updates or gradients."""
         for role in fields(self):

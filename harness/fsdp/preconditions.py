@@ -97,7 +97,7 @@ def check_request(
     _check_units(module, unit_classes)
 
 
-PARTS: dict[str, Callable[[Any], Any]] = {
+PARTS: dict[str, Callable[[Any], Any]] = {  # words that follow a part that cannot be sharded, and how it is known
     "is wrapped by another data-parallel engine, which would reduce gradients too: shard the plain module": (
         lambda part: hasattr(part, MANAGED) or any(b.__module__.startswith(OTHER_ENGINES) for b in type(part).__mro__)
     ),
@@ -111,8 +111,7 @@ PARTS: dict[str, Callable[[Any], Any]] = {
         lambda part: isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None
     ),
 }
-"""Words that follow a part of the module that cannot be sharded, and how it is known."""
-PARAMS: dict[str, Callable[[Any], Any]] = {
+PARAMS: dict[str, Callable[[Any], Any]] = {  # words that follow a parameter that cannot be, and how it is known
     "is a {0.__class__.__name__}, a tensor around others, and flat buffers hold plain numbers: shard the model before"
     " its weights are converted; for 8 bits there is harness.fsdp.Fp8Linear.convert": (
         lambda param: hasattr(param, "__tensor_flatten__") and not isinstance(param, DTensor)
@@ -122,7 +121,6 @@ PARAMS: dict[str, Callable[[Any], Any]] = {
         lambda param: not param.dtype.is_floating_point
     ),
 }
-"""Words that follow a parameter that cannot be, and how it is known."""
 
 
 def refuse_copy(*_: Any) -> None:

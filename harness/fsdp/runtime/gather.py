@@ -30,8 +30,8 @@ class GatherPipeline:
         self.order = [unit for unit in units if any(not bucket.is_resident for bucket in unit.buckets)]
         self._gathered = frozenset(self.order)
         self._roots = {unit for unit in self.order if unit.is_root}
-        meshes = {bucket.mesh: None for unit in units for bucket in unit.buckets}
-        self._groups = {group: None for mesh in meshes for group in (mesh.gather, mesh.outer) if group is not None}
+        axes = (axis for bucket in buckets_of(units) for axis in (bucket.mesh.gather, bucket.mesh.outer))
+        self._groups = [axis for axis in dict.fromkeys(axes) if axis is not None]
         self._on_way: dict[Unit, None] = {}
         self._whole: set[Unit] = set()
         self.held: set[Unit] = set()
@@ -198,11 +198,9 @@ class GatherPipeline:
     def reshard_all(self) -> None:
         """Reshard every unit, the root too, waiting for gathers under way; a sweep that had begun is over."""
         self._begin([])
+        self.wait_for_readers()
         for unit in self.order:
-            if unit in self._on_way:
-                self._wait_for_unshard(unit)
             self.reshard(unit, root_too=True)
-        self.wait_for_peers()
 
     def wait_for_readers(self) -> None:
         """Have no gather under way that reads main weights, here or on peers: they are written next."""

@@ -97,11 +97,9 @@ class ProgramHook:
             self.hook(param)
             return
         own = type(param)
-        before: Tensor | None = None
         with without_torch_function():
             edits, shown = edits_of(param), grad_of(param)
-            if shown is not None and self.sums_elsewhere():
-                before = shown.detach().clone()
+            before = shown.detach().clone() if shown is not None and self.sums_elsewhere() else None
         param.__class__ = counting(own)
         try:
             self.hook(param)
@@ -178,9 +176,8 @@ class GradientSync:
                 watch(name, param, next(own), self.step, sums_elsewhere)
 
     def _sums_elsewhere(self, gradients: Gradients, index: int) -> bool:
-        if self.step.num_backwards > 1 and index in gradients.arrived and not gradients.is_in_place:
-            return True
-        return any(bool(flat.any()) for flats, _ in self._kept.values() for flat in flats)
+        is_reduced = self.step.num_backwards > 1 and index in gradients.arrived and not gradients.is_in_place
+        return is_reduced or any(bool(flat.any()) for flats, _ in self._kept.values() for flat in flats)
 
     def show(self, sharded: list[ShardedParameters]) -> None:
         """Set `.grad` of these parameters at the end of each synchronising backward."""

@@ -54,7 +54,9 @@ class GroupKey:
         return "/".join(str(each) for each in (self.dtype, *marks) if each).replace("torch.", "")
 
     def resolve(self, policy: MixedPrecisionPolicy) -> Dtypes:
-        dtypes = policy.resolve(self.dtype) if self.trainable else Dtypes.frozen(self.dtype, self.stored)
+        stored = torch.promote_types(self.dtype, self.stored or self.dtype)
+        frozen = Dtypes(self.dtype, stored, self.dtype, self.dtype, self.dtype)  # which have no gradients
+        dtypes = policy.resolve(self.dtype) if self.trainable else frozen
         return replace(dtypes, compute=torch.float8_e4m3fn) if self.fp8 else dtypes
 
 
