@@ -198,7 +198,7 @@ SLIPS = slips(
         collectives
         counted optim_grads_params k=2
     no_sync is ignored: no_sync is not asked, and every backward reduces
-        fsdp.runtime.step.Step._plan: self.sync or self.reduces_each, last=self.sync, => True, last=True,
+        fsdp.runtime.step.Step.pre_backward: self.sync or self.reduces_each, last=self.sync, => True, last=True,
         never reduced
         counted optim k=3 world_size=4 outer=2
     the outer axis is not cut: The outer strategy is accepted and ignored

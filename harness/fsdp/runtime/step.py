@@ -107,7 +107,7 @@ class Step:
         self.num_backwards = 0
         self.num_updates = 0  # that were installed
         self.has_sums = False  # a backward of this step is reduced
-        self.plan = self._plan()
+        self.plan: BackwardPlan  # of the backward that runs, or of the last one
         self.running: set[str] = set()  # units whose forward runs, not counting recomputation in a backward
         self.in_forward = False  # from the model's pre-forward to its post-forward, to which one that raised never came
         self.with_gradients = False
@@ -155,15 +155,12 @@ class Step:
         except Exception:
             self._fail_at_once()
             raise
-        self.plan = self._plan()
+        once = StepState.REDUCED if self.sync else StepState.ACCUMULATED
+        leads_to = once if self.reduces_once else StepState.SUMMED
+        self.plan = BackwardPlan(self.sync or self.reduces_each, last=self.sync, adds=self.has_sums, leads_to=leads_to)
         self.has_sums |= self.plan.reduce_units
         self.num_backwards += 1
         self.state = StepState.BACKWARD
-
-    def _plan(self) -> BackwardPlan:
-        once = StepState.REDUCED if self.sync else StepState.ACCUMULATED
-        leads_to = once if self.reduces_once else StepState.SUMMED
-        return BackwardPlan(self.sync or self.reduces_each, last=self.sync, adds=self.has_sums, leads_to=leads_to)
 
     def check_forward(self, num_updates: int, *, is_stale: bool) -> None:
         """Fail the step and raise StepError for a backward through a forward from before an update."""
