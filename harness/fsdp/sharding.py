@@ -26,6 +26,7 @@ from harness.fsdp.preconditions import check_request, groups_of_mesh, refuse_cop
 from harness.fsdp.storage.at_rest import ShardedParameters, sharded_of
 from harness.fsdp.storage.param_group import InitialValue, ParamGroup
 from harness.fsdp.storage.parameter_access import HOME, grad_of
+from harness.fsdp.update.matrices import MatrixStep
 from harness.fsdp.update.rules import begins_with_gradient, check_optimizer, create_state_of
 from harness.fsdp.update.steps import LocalStep
 
@@ -195,8 +196,7 @@ def bind(engine: Engine, optimizer: torch.optim.Optimizer, *, steps_unused: bool
     _take_sharded(optimizer)
     local: LocalStep | None = getattr(optimizer, _LOCAL_STEP, None)
     if local is None:
-        local = LocalStep(optimizer)
-        local.agree = _agree_on_matrices
+        local = LocalStep(optimizer, _agree_on_matrices)
         setattr(optimizer, _LOCAL_STEP, local)
         optimizer.register_state_dict_pre_hook(_have_state)
         optimizer.register_load_state_dict_post_hook(lambda loaded: getattr(loaded, _LOCAL_STEP).take_loaded())
@@ -226,9 +226,9 @@ def bind(engine: Engine, optimizer: torch.optim.Optimizer, *, steps_unused: bool
     optimizer.zero_grad = forget  # type: ignore[method-assign] # on the instance: torch has no hook
 
 
-def _agree_on_matrices(optimizer: torch.optim.Optimizer) -> None:
+def _agree_on_matrices(matrices: MatrixStep, optimizer: torch.optim.Optimizer) -> None:
     """Refuse a matrix that has a gradient on some ranks alone: no owner could have the whole. *Collective.*"""
-    matrices, told = getattr(optimizer, _LOCAL_STEP).matrices, dict[Communicator, list[tuple[str, str]]]()
+    told: dict[Communicator, list[tuple[str, str]]] = {}
     for _, param in matrices.params(optimizer):
         said = "without a gradient" if grad_of(param) is None else "given one"
         told.setdefault(matrices.comm_of(param), []).append((f"parameter {getattr(param, HOME)[0]}", said))

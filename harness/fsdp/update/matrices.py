@@ -31,8 +31,7 @@ from harness.fsdp.tensor_parallel import values_here
 from harness.muon import MOMENTUM, WIRE, add, boxes, matrices_of, mix, multiplications, orthogonalize, steps_matrices
 
 Opt = torch.optim.Optimizer
-Box = tuple[tuple[int, int], ...]
-"""Begin and end in each dimension of a parameter; a scalar counts as a vector of one."""
+Box = tuple[tuple[int, int], ...]  # begin and end in each dimension of a parameter; a scalar counts as a vector of one
 Group = Mapping[str, Any]
 
 

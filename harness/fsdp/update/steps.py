@@ -7,6 +7,7 @@ whose rows the rule is given. Any other rule (LAMB, a class with its own `step`)
 
 from __future__ import annotations
 
+import inspect
 import operator
 import types
 from collections import defaultdict
@@ -58,15 +59,14 @@ class LocalStep:
     agree: called before that, once gradients are known. *Collective.*
     """
 
-    def __init__(self, optimizer: Opt) -> None:
-        self.optimizer = optimizer
+    def __init__(self, optimizer: Opt, agree: Callable[[MatrixStep, Opt], None]) -> None:
+        self.optimizer, self.agree = optimizer, agree
         is_muon = isinstance(optimizer, torch.optim.Muon | MuonWithAdamW)
         self.matrices: MatrixStep | None = MatrixStep() if is_muon else None
         if (needs := needs_whole_of(optimizer)) is not None:  # else its rule steps rows, or sharded parameters
             self.matrices = OwnStep(needs)
         self.before: list[Callable[[], None]] = []
         self.unfused = self.steps_unused = False
-        self.agree: Callable[[Opt], None] = lambda _: None
         self.moments = moments_of(optimizer)
         self._known = COUNTERS | (self.moments or frozenset())
         self._rows: dict[int, Rows] = {}  # by identity of the sharded parameter
@@ -76,10 +76,8 @@ class LocalStep:
 
     def _wrap(self) -> None:
         optimizer = self.optimizer
-        rule: Any = type(optimizer).step
-        while getattr(rule, "hooked", None) and hasattr(rule, "__wrapped__"):  # below torch's hooks
-            rule = rule.__wrapped__
-
+        # below torch's hooks
+        rule: Any = inspect.unwrap(type(optimizer).step, stop=lambda each: not getattr(each, "hooked", None))
         begin, end = map(torch.compiler.disable, (LocalStep._begin, LocalStep._end))
 
         def around(closure: Callable[[], Any]) -> Any:
@@ -125,7 +123,7 @@ class LocalStep:
         self._prepare()
         self._take_gradients()
         if self.matrices is not None and not self.steps_unused:
-            self.agree(self.optimizer)
+            self.agree(self.matrices, self.optimizer)
         if self.moments is None:
             self.take_state()
             return

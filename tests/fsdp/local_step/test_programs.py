@@ -38,7 +38,7 @@ WITH_WHOLE_WEIGHTS = frozenset({"fused kernels unseen", "given gradients stay"})
 MUTANTS = slips(
     r"""
     no hooks above: Hooks see plain rows
-        fsdp.update.steps.LocalStep._wrap: getattr(rule, "hooked", None) => False
+        fsdp.update.steps.LocalStep._wrap: not getattr(each, "hooked", None) => True
         clipped_by_a_hook
     no finally: A rule that raises leaves plain rows in the groups
         fsdp.update.steps.LocalStep._end: if self._saved is None:
