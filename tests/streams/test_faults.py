@@ -307,7 +307,7 @@ SLIPS = slips(
         main gradients of \(root\)/float32
         copy_ ; on stream host
     waiting for a leg that moves nothing: Compute waits for the gather of an axis of one rank, not for the one before it
-        fsdp.storage.param_group.ParamGroup.gather_shards: if sizes[leg.axis] > 1 =>
+        fsdp.storage.param_group.ParamGroup.gather_shards:  and comm.size > 1 =>
         one rank inside
         weights of (\(root\)|blocks\.\d)/float32
         nccl all_gather ; on stream main

@@ -162,10 +162,9 @@ class RaggedTensor(DTensor):
         if not self.shape:
             return whole if local_tensor(self).numel() else whole.reshape(1)[:0]
         sizes, offsets = self.place()
-        for dim in range(max(self.dim() - whole.dim(), 0), self.dim()):
-            at = dim - self.dim()
-            if whole.shape[at] == self.shape[dim] and sizes[dim] < self.shape[dim]:
-                whole = whole.narrow(at, offsets[dim] if sizes[dim] else 0, sizes[dim])
+        for dim in range(-min(self.dim(), whole.dim()), 0):
+            if whole.shape[dim] == self.shape[dim] and sizes[dim] < self.shape[dim]:
+                whole = whole.narrow(dim, offsets[dim] if sizes[dim] else 0, sizes[dim])
         return whole
 
     def to_local(self, *, grad_placements: object = None) -> Tensor:

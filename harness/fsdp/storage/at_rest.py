@@ -49,8 +49,7 @@ from harness.private_torch import (
 )
 
 LOCATION = "_fsdp_location"  # attribute of a sharded parameter: weakly its `ShardedParameters`; its index there
-(_UNKEPT,) = [getrefcount(held) for _, held in enumerate([object()])]
-"""Reference count of an object that only the list being iterated holds."""
+(_UNKEPT,) = [getrefcount(held) for _, held in enumerate([object()])]  # of what only the list being iterated holds
 
 
 class _Hooked:
@@ -148,8 +147,7 @@ def _watched(func: Any, args: Any, kwargs: Any, weights: Sequence[Tensor]) -> An
 
 def _refuse_data(func: Callable[..., Any], weight: Tensor, given: Sequence[Any]) -> None:
     plain = (each for each in given if isinstance(each, Tensor) and not isinstance(each, nn.Parameter | OfWeight))
-    is_data = (each for each in plain if func in PRODUCTS or (each.numel() > 1 and each.shape != weight.shape))
-    if (other := next(is_data, None)) is not None:
+    for other in (each for each in plain if func in PRODUCTS or (each.numel() > 1 and each.shape != weight.shape)):
         name = getattr(weight, HOME, ("a parameter",))[0]
         raise RuntimeError(
             f"a tensor of shape {[*other.shape]} meets the main weight {name} outside of its unit's forward, where no"

@@ -364,19 +364,20 @@ class ParamGroup:
         """
         mesh, name = self.mesh, f"{self.name} {what}".rstrip()
         found: list[Pending] = []
-        sizes = {Axis.inner: mesh.gather.size, Axis.outer: 1 if mesh.outer is None else mesh.outer.size}
-        # one that moves nothing would be waited for in place of the one before it
-        legs = [leg for leg in route(self.placements.main_weights, target) if sizes[leg.axis] > 1]
+        comms = {Axis.inner: mesh.gather, Axis.outer: mesh.outer}
+        legs = [
+            (leg.axis, comm)
+            for leg in route(self.placements.main_weights, target)
+            # one that moves nothing would be waited for in place of the one before it
+            if (comm := comms[leg.axis]) is not None and comm.size > 1
+        ]
         with mesh.gather.runtime.stream("gather") if len(legs) > 1 else nullcontext():  # compute waits for no leg
-            for leg in legs:
+            for axis, comm in legs:
                 for before in found:
                     before.wait()
-                if leg.axis is Axis.inner:
-                    parts = self.cuts.inner_parts(whole)
-                    found.append(mesh.gather.all_gather(parts, Label("all_gather", name)))
-                elif mesh.outer is not None:
-                    parts = self.cuts.outer_parts(inner)
-                    found.append(mesh.outer.all_gather(parts, Label("all_gather", name + OUTER)))
+                is_inner = axis is Axis.inner
+                parts = self.cuts.inner_parts(whole) if is_inner else self.cuts.outer_parts(inner)
+                found.append(comm.all_gather(parts, Label("all_gather", name if is_inner else name + OUTER)))
         return found
 
     def gather_whole(self, shards: Sequence[Tensor], what: str = "weights") -> Tensor:

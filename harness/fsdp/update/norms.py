@@ -59,10 +59,7 @@ def sum_of_squares(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     flat = [tensor.detach().reshape(-1) for tensor in tensors if tensor.numel()]
     if flat and is_queued(flat[0].device):
         return torch.stack(foreach_norm(flat, 2, dtype=torch.float64)).square_().sum().reshape(1).to(device)
-    total = torch.zeros(1, dtype=torch.float64, device=device)
-    for each in flat:
-        total += _squares_of(each)
-    return total
+    return sum(map(_squares_of, flat), torch.zeros(1, dtype=torch.float64, device=device))
 
 
 def _squares_of(flat: Tensor) -> Tensor:
