@@ -140,8 +140,7 @@ class Transport:
         def take(parts: dict[int, list[Tensor]]) -> None:
             for peer, given in parts.items():
                 for out, part in zip(outs[peer], given, strict=True):
-                    if part.numel():
-                        out.data.copy_(part)
+                    out.data.copy_(part)
 
         return self._issue(GATHER, [own] * self.size, outs, take, until_settled=until_settled)
 
@@ -190,13 +189,13 @@ class Transport:
     def _receive(self) -> None:
         for peer in self._order:
             for number, *rest in self._mail.receive(peer):
-                if number != _ACKNOWLEDGE:
+                if number == _ACKNOWLEDGE:
+                    _, unread = self._unread[rest[0]]
+                    unread.discard(peer)
+                    if not unread:
+                        del self._unread[rest[0]]
+                else:
                     self._offers[number, peer] = rest
-                    continue
-                _, unread = self._unread[rest[0]]
-                unread.discard(peer)
-                if not unread:
-                    del self._unread[rest[0]]
 
     def _advance(self, work: Work) -> None:
         here = [peer for peer in self._order if peer in work.missing and (work.number, peer) in self._offers]

@@ -58,16 +58,15 @@ Positions = Mapping[int, Position]
 
 def describe_hang(positions: Positions, ranks: Sequence[int], timeout_s: float, *, is_deadlock: bool = False) -> str:
     """Names the collective in which ranks first differ, and every rank's position."""
-    parts = [difference] if (difference := first_difference(positions)) else []
-    parts += _waiting(positions) + _absent(positions, ranks)
-    parts += [f"the backend of rank {rank} said: {p.failure}" for rank, p in sorted(positions.items()) if p.failure]
+    said = [f"the backend of rank {rank} said: {p.failure}" for rank, p in sorted(positions.items()) if p.failure]
+    parts = [first_difference(positions), *_waiting(positions), *_absent(positions, ranks), *said]
     advice = f". {SAME_WORK}{'' if is_deadlock else '. Where a rank is only slow, set watchdog_timeout_s higher'}"
     cause = f"a collective did not come about within {timeout_s:g} s"
     if any(each.failure for each in positions.values()):
         cause, advice = "a collective failed", ""
     elif is_deadlock:
         cause = "ranks wait for each other, each for a collective that another one has not begun in its place"
-    return f"{cause}: {'; '.join(parts)}{advice if len(positions) == len(ranks) else ''}"
+    return f"{cause}: {'; '.join(filter(None, parts))}{advice if len(positions) == len(ranks) else ''}"
 
 
 def all_stuck(positions: Positions) -> bool:

@@ -196,17 +196,15 @@ class Watchdog:
         of_backend = isinstance(error, RuntimeError) and any(word in str(error) for word in BACKEND)
         if isinstance(error, CollectiveError) or not (of_backend or isinstance(error, dist.DistError)):
             return error
-        if self._failure is None:
-            self._failure = str(error).strip().splitlines()[0].split(". This is")[0]
+        self._failure = self._failure or str(error).strip().splitlines()[0].split(". This is")[0]
         self._wake.set()
         if not self._concluded.wait(2 * self.tick_s + PATIENCE_S + 3.0) or self.message is None:
             return error
         return CollectiveError(self.message)
 
     def _raise_explained(self, error: BaseException | None) -> None:
-        explained = self.explain(error) if isinstance(error, Exception) and self._threads else error
-        if explained is not None and explained is not error:
-            raise explained from error
+        if isinstance(error, Exception) and self._threads and (clearer := self.explain(error)) is not error:
+            raise clearer from error
 
     # -- threads of the watchdog -------------------------------------------------------------------------------------
 

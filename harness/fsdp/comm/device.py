@@ -144,14 +144,12 @@ def scale_together(tensors: Sequence[Tensor], factor: float | Tensor) -> None:
     it multiplies even where it is 1, and the host does not look at it."""
     if isinstance(factor, Tensor) and tensors and is_queued(factor.device):
         _scale_on_device(tensors, factor)
-        return
-    if (factor := float(factor)) == 1.0:
-        return
-    if len(tensors) > 1 and is_queued(tensors[0].device):
-        foreach_mul_(list(tensors), factor)  # which on a CPU would first round the factor to their dtype
-        return
-    for tensor in tensors:
-        tensor.mul_(factor)
+    elif (factor := float(factor)) != 1.0:
+        if len(tensors) > 1 and is_queued(tensors[0].device):
+            foreach_mul_(list(tensors), factor)  # which on a CPU would first round the factor to their dtype
+        else:
+            for tensor in tensors:
+                tensor.mul_(factor)
 
 
 def _scale_on_device(tensors: Sequence[Tensor], factor: Tensor) -> None:
@@ -161,7 +159,7 @@ def _scale_on_device(tensors: Sequence[Tensor], factor: Tensor) -> None:
         alike = [each for each in tensors if each.dtype == dtype]
         if dtype.itemsize >= torch.float32.itemsize:
             foreach_mul_(alike, factor.to(dtype))
-            continue
-        wide = factor.to(torch.float32).reshape(1)
-        for each in alike:
-            torch.mul(each, wide, out=each)
+        else:
+            wide = factor.to(torch.float32).reshape(1)
+            for each in alike:
+                torch.mul(each, wide, out=each)

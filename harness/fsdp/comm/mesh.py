@@ -35,8 +35,7 @@ def group_of_members(
 
     like: the group whose timeout it gets, which torch would not pass on; None is the default group.
     """
-    default = dist.group.WORLD
-    assert default is not None
+    default: Any = dist.group.WORLD
     bound, timeout = default.bound_device_id, timeout_of(*backends_of(like or default))
     if len(ranks) < default.size():
         default.bound_device_id = None

@@ -80,8 +80,8 @@ class UserBuffers:
         """requested, effective (none, pending, or what is registered how, with whom), reason where these differ."""
         kind = "symmetric" if self._symmetric else "zero-copy"
         effective = f"{self.mode.value}, {kind}, {'+'.join(self._members)}" if self._pool is not None else "none"
-        facts = {"requested": self.mode.value, "effective": "pending" if self.due else effective}
-        return facts | ({"reason": self._reason} if self._reason else {})
+        reason = {"reason": self._reason} if self._reason else {}
+        return {"requested": self.mode.value, "effective": "pending" if self.due else effective} | reason
 
     def close(self) -> None:
         """Take all registrations back, the last one first. Repeatable; buckets keep their memory."""
