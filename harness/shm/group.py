@@ -93,8 +93,6 @@ class ShmGroup(dist.ProcessGroup):
     def getBackendName(self) -> str:
         return NAME
 
-    # -- memory --------------------------------------------------------------------------------------------------------
-
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Memory that peers read in place, shape [numel], uninitialised; it is free again when no tensor uses it.
 
@@ -115,8 +113,6 @@ class ShmGroup(dist.ProcessGroup):
         """True if peers can read a tensor in place."""
         return self.transport.segment.find(tensor) is not None
 
-    # -- all-gather ----------------------------------------------------------------------------------------------------
-
     def allgather(
         self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None, *, until_settled: bool = False
     ) -> Any:
@@ -130,8 +126,6 @@ class ShmGroup(dist.ProcessGroup):
 
     def all_gather_single(self, output: Tensor, given: Tensor, opts: Any = None) -> Any:
         return self.allgather([list(output.view(-1).chunk(self.size()))], [given.reshape(-1)])
-
-    # -- reduce-scatter ------------------------------------------------------------------------------------------------
 
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> Any:
         """Several sums, or averages, at once, each in rank order and in its output's dtype, which may be wider than the
@@ -147,8 +141,6 @@ class ShmGroup(dist.ProcessGroup):
 
     def reduce_scatter_single(self, output: Tensor, given: Tensor, opts: Any = None) -> Any:
         return self.reduce_scatter([output.view(-1)], [list(given.reshape(-1).chunk(self.size()))], opts)
-
-    # -- the end -------------------------------------------------------------------------------------------------------
 
     def abort(self) -> None:
         """Make whatever waits in this group fail at once, here and on peers."""

@@ -126,8 +126,6 @@ class Transport:
         self._is_aborted = False
         self._all.add(self)
 
-    # -- issuing -------------------------------------------------------------------------------------------------------
-
     def gather(self, own: Sequence[Tensor], outs: ByRank, *, until_settled: bool = False) -> Work:
         """Give `own` to all ranks, and get every rank's into `outs`. *Collective.*
 
@@ -184,8 +182,6 @@ class Transport:
         self._advance_ready(REDUCE)
         return work
 
-    # -- reading -------------------------------------------------------------------------------------------------------
-
     def _receive(self) -> None:
         for peer in self._order:
             for number, *rest in self._mail.receive(peer):
@@ -231,8 +227,6 @@ class Transport:
             for work in () if self._is_aborted else list(self._open.values()):
                 if kind in (None, work.kind):
                     self._advance(work)
-
-    # -- waiting -------------------------------------------------------------------------------------------------------
 
     def advance(self, work: Work) -> None:
         if work.number in self._open:
@@ -284,8 +278,6 @@ class Transport:
 
     def _named(self, rank: int) -> str:
         return f"rank {rank} of the group (process {self._peers[rank].pid})"
-
-    # -- ending --------------------------------------------------------------------------------------------------------
 
     def abort(self) -> None:
         """End all waits in this group with an error, here and at peers that wait for this rank."""

@@ -301,8 +301,6 @@ class Reduction:
         scale_together(targets, exchange.factor)
         return Pending([])
 
-    # -- traffic of `exchange` -----------------------------------------------------------------------------------------
-
     def _all_to_all(self, exchange: Exchange) -> None:
         """For sums made here: small buckets travel as one message (see `PACKED_BYTES`)."""
         comm, parts = self.comm, exchange.parts
