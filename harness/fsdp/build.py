@@ -172,19 +172,19 @@ class Engine:
 
     def _shard_parameters(self, module: nn.Module) -> None:
         shards, slots = DTensorFactory(self.buckets), slots_of(module)
-        found, weights = [], weakref.ref(self.weights)
+        weights = weakref.ref(self.weights)
 
         def before_write() -> None:
             if (kept := weights()) is not None:  # else the model is gone, and nobody reads its weights
                 kept.before_edit()
 
         for bucket in self.buckets:
-            found.append(ShardedParameters(bucket, shards, slots, before_write))
-            bucket.sharded = weakref.ref(found[-1])
+            sharded = ShardedParameters(bucket, shards, slots, before_write)
+            sharded.sync, bucket.sharded = weakref.ref(self.gradients), weakref.ref(sharded)
+            self.gradients.sharded.append(sharded)
             bucket.show(unsharded=False)
-            for param in found[-1].params:
+            for param in sharded.params:
                 setattr(param, OWNER, weakref.ref(self))
-        self.gradients.show(found)
         self.hooks.whereabouts = Whereabouts(module)
         self.hooks.before_forward = WeakHook(self.weights.bring_up_to_date)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -165,10 +164,11 @@ class GradientSync:
         self.usage = Usage(weights.meshes, hooks.units)
         self.same_data = SameData(hooks.root.module, buckets_of(hooks.units), weights.meshes)
         self.gradients = [gradients for unit in hooks.units for gradients in unit.gradients]
-        self.sharded: list[ShardedParameters] = []
+        self.sharded: list[ShardedParameters] = []  # whose `.grad` is set at the end of each synchronising backward
         # copies of main gradients that a backward adds to, and whose they are
         self._kept: dict[ShardedParameters, tuple[list[Tensor], set[int]]] = {}
         self._has_begun = self._settled = False
+        hooks.before_backward, hooks.after_backward = WeakHook(self._begin_backward), WeakHook(self._end_backward)
         own = iter(hooks.handles)  # those on parameters come first, in this order
         for bucket in (bucket for unit in self.units for bucket in unit.trainable):
             for index, (name, param) in enumerate(bucket.params):
@@ -178,14 +178,6 @@ class GradientSync:
     def _sums_elsewhere(self, gradients: Gradients, index: int) -> bool:
         is_reduced = self.step.num_backwards > 1 and index in gradients.arrived and not gradients.is_in_place
         return is_reduced or any(bool(flat.any()) for flats, _ in self._kept.values() for flat in flats)
-
-    def show(self, sharded: list[ShardedParameters]) -> None:
-        """Set `.grad` of these parameters at the end of each synchronising backward."""
-        self.sharded = sharded
-        for each in sharded:
-            each.sync = weakref.ref(self)
-        self.hooks.before_backward = WeakHook(self._begin_backward)
-        self.hooks.after_backward = WeakHook(self._end_backward)
 
     def forget_one(self, bucket: ParamGroup, index: int) -> None:
         """`param.grad = None`. *Collective* before the gradients are finished."""

@@ -161,8 +161,7 @@ class Weights:
 
 
 def _params_in(unit: Unit) -> set[int]:
-    params = (param for bucket in unit.buckets for _, param in bucket.params)
-    return {id(param) for param in params} | {id(param) for bucket in unit.buckets for param in bucket.sharded().params}
+    return {id(param) for bucket in unit.buckets for pair in bucket.sharded().pairs for param in pair[:2]}
 
 
 def values_of_first_rank(module: nn.Module, meshes: Meshes) -> InitialValue:
