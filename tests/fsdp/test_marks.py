@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch import nn
 from torch.profiler import profile
@@ -30,6 +31,11 @@ class Seen(events.Observer):
 
     def begin(self, label: events.Label, data: object) -> None:
         self.names[f"FSDP::{label.kind} ({label.bucket})"] += 1
+
+
+def test_an_observer_of_the_version_before_is_told() -> None:
+    with pytest.raises(TypeError, match=r"Old.collective\(kind, bucket\) is now begin\(\(kind, bucket\), data\)"):
+        type("Old", (events.Observer,), {"collective": print})
 
 
 def a_step(rank: int, strategy: str) -> Callable[[], None]:

@@ -148,6 +148,10 @@ class Observer:
     waiting = waiting
     current = staticmethod(current)
 
+    def __init_subclass__(cls) -> None:
+        if hasattr(cls, "collective"):  # of the version before: it would never be called
+            raise TypeError(f"{cls.__name__}.collective(kind, bucket) is now begin((kind, bucket), data)")
+
     @staticmethod
     def announce(kind: str, bucket: str) -> begin:
         """Context of one collective, however many operations it is built of; their bytes belong to this bucket."""

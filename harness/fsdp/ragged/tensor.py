@@ -80,7 +80,8 @@ class RaggedShard(UnevenShard):
     def gather(self, local: Tensor, mesh: DeviceMesh, axis: int) -> Tensor:
         """All rows on every rank, shape [rows, *local.shape[1:]]. Collective over the axis."""
         most = max(end - begin for begin, end in self.spans)
-        padded = torch.cat([local, local.new_zeros((most - len(local), *local.shape[1:]))])
+        gap = local.new_zeros((most - len(local), *local.shape[1:]))
+        padded = torch.cat([local, gap]) if len(gap) else local
         found = local.new_empty((len(self.spans), most, *local.shape[1:]))
         all_gather(found.flatten(0, 1), padded.contiguous(), group=mesh.get_group(axis))
         parts = sorted(zip(self.spans, found, strict=True), key=lambda each: each[0])
