@@ -26,7 +26,7 @@ import os
 
 import matplotlib.pyplot as plt
 
-from analysis import judge, load, plot, stats
+from analysis import judge, load, plot
 
 STORE = os.environ.get("STORE", "runs")
 STUDY = os.environ.get("STUDY", "strategies")
@@ -48,7 +48,7 @@ print(study.runs[shown].to_string(index=False) if len(study.runs) else f"There i
 
 # %%
 steps = load.steps(study.runs["path"])
-warm = steps[steps["step"] > stats.WARM_UP]
+warm = steps[steps["step"] > judge.WARM_UP]
 styles = {run: own for run, own in study.styles.items() if run in set(warm["run"])}
 if len(warm):
     times = 1e3 * warm.set_index("run")["step_time_s"].astype(float)
@@ -64,7 +64,7 @@ else:
 # and is what overlap could save.
 
 # %%
-parts = stats.parts(steps)
+parts = judge.parts(steps)
 if len(parts):
     figure, ax = plot.bars(len(styles))
     plot.stacks(parts, ax, styles, part="part", value="seconds", scale=1e-3, unit="time of a step (ms)")

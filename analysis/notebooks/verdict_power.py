@@ -27,7 +27,7 @@ from pathlib import Path
 import pandas as pd
 
 import analysis
-from analysis import judge, stats
+from analysis import judge
 
 STORE = os.environ.get("STORE", "runs")
 STUDY = os.environ.get("STUDY", "parity_pair")
@@ -85,7 +85,7 @@ if CAMPAIGN.exists():
     pairs["group"] = pairs["strength"].map(lambda strength: f"faults found, {strength} strength")
     pairs.loc[pairs["kind"] == "clean", "group"] = "false alarms of clean pairs"
     for group, stopped in pairs.groupby("group", sort=False)["stopped"]:
-        low, high = stats.interval(int(stopped.sum()), len(stopped))
+        low, high = judge.interval(int(stopped.sum()), len(stopped))
         print(f"{group}: {stopped.sum()} of {len(stopped)}, {stopped.mean():.1%} ({low:.1%} to {high:.1%})")
 else:
     print(f"There is no campaign at {CAMPAIGN}.")

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import FileStore, HashStore, Store, TCPStore, rendezvous  # type: ignore[attr-defined] # torch does not declare its stores  # type: ignore[attr-defined] # undeclared
+from torch.distributed import FileStore, HashStore, Store, TCPStore, rendezvous  # type: ignore[attr-defined] # undeclared
 
 from harness.config.derived import wants_infiniband_sharp
 from harness.config.schema import Config, Device, MeasureMode, Numerics, SharpAxis
